@@ -1,0 +1,206 @@
+// The one owner of every offset. Window offsets are equal on all ranks; the device kernels, the
+// proxies and Python (through the bindings) all compute them here.
+//
+// Data window (payload; what the transport moves):
+//   direct rings    [num_ranks][num_channels]   slots that rank s fills for me (or the transport on
+//                                               its behalf): counts, high-throughput combine rows,
+//                                               and dispatch rows from my own domain
+//   rail rings      [num_domains][num_channels] dispatch rows that my rail peer in domain d sends me
+//                                               to forward inside my domain
+//   forward rings   [num_ranks][num_channels]   dispatch rows of rank s of another domain, forwarded
+//                                               to me by a rank of my own domain
+//   outboxes        the sending side of direct and rail rings, for peers reached through a transport
+//   low-latency     [2 parities] inbox and outbox of dispatch and of combine
+//
+// Control window (host memory, mapped to the device):
+//   header, verdicts, signals, signal outbox
+#pragma once
+
+#include "uccl_ep/command.hpp"
+#include "uccl_ep/integers.hpp"
+
+namespace uccl_ep {
+
+inline constexpr uint64_t kCacheLine = 64;  // bytes
+
+UCCL_EP_DEVICE constexpr uint64_t align_up(uint64_t value, uint64_t alignment) {
+    return (value + alignment - 1) / alignment * alignment;
+}
+
+// What a signal counts. Every signal has one writer and counts messages from 1, for the life of the
+// group: it is never reset, so a stale value can never be taken for a new one, and the value itself
+// is the epoch.
+enum class SignalKind : uint32_t {
+    kDirectData = 0,      // slots of direct ring [peer][channel] filled by that peer
+    kDirectCredit = 1,    // slots of my direct ring at that peer it has emptied
+    kRailData = 2,        // likewise for rail rings (peer = the rail peer's rank)
+    kRailCredit = 3,
+    kForwardData = 4,     // slots of forward ring [source rank][channel] filled by my domain's forwarder
+    kForwardCredit = 5,   // index: [source rank * ranks_per_domain + receiver's place in the domain]
+    kLowLatencyDispatch = 6,        // low-latency dispatch messages from that peer (channel 0)
+    kLowLatencyDispatchCredit = 7,  // low-latency dispatch messages of mine it has expanded
+    kLowLatencyCombine = 8,
+    kLowLatencyCombineCredit = 9,
+    kBarrier = 10,
+    kCount = 11,
+};
+
+// A verdict: which rank failed, in the words of the rank that noticed. Written by rank w into entry w
+// of every peer's control window, `state` last.
+struct Verdict {
+    uint64_t state;      // 0: none, 1: valid
+    uint32_t culprit;    // rank
+    uint32_t reason;     // Reason
+    uint32_t phase;      // Phase
+    uint32_t reporter;   // rank
+    uint64_t signal;     // index of the signal that was waited for
+    uint64_t expected;   // its value waited for
+    uint64_t seen;       // its value at the time
+    uint64_t operation;  // sequence number of the reporter's operation
+    uint64_t elapsed_ns;
+};
+static_assert(sizeof(Verdict) == 64, "one verdict fills one cache line");
+
+enum class Reason : uint32_t {
+    kNone = 0,
+    kTimeout = 1,        // the culprit did not signal in time
+    kDead = 2,           // the culprit's process is gone
+    kMismatch = 3,       // the culprit is in another operation, or passed other shapes
+    kTransport = 4,      // the transport reported an error towards the culprit
+    kBadCommand = 5,     // a command outside its window was refused (culprit: the rank itself)
+    kProtocol = 6,       // duplicate, closed epoch, or immediate that names no signal
+    kClosed = 7,         // the culprit closed its buffer
+};
+
+enum class Phase : uint32_t {
+    kNone = 0,
+    kNotify = 1,
+    kDispatch = 2,
+    kForward = 3,
+    kCombine = 4,
+    kLowLatencyDispatchSend = 5,
+    kLowLatencyDispatchReceive = 6,
+    kLowLatencyCombineSend = 7,
+    kLowLatencyCombineReceive = 8,
+    kBarrier = 9,
+    kTransport = 10,
+    kIdle = 11,
+};
+
+// First line of the control window.
+struct ControlHeader {
+    uint64_t aborted;    // non-zero: somebody failed, every wait ends; see the verdicts
+    uint64_t heartbeat;  // raised by this rank's proxies; peers of `peer_failure: none` transports watch it
+    uint64_t closed;     // non-zero: this rank destroyed its buffer
+    uint64_t operation;  // sequence number of the operation the rank is in (diagnosis)
+    uint64_t phase;      // Phase (diagnosis)
+    uint64_t waiting_for;  // 1 + rank this rank waits for, 0 if none (diagnosis)
+    uint64_t reserved[2];
+};
+static_assert(sizeof(ControlHeader) == 64, "the header fills one cache line");
+
+struct Layout {
+    // Chosen by the communicator, equal on all ranks.
+    uint32_t num_ranks;
+    uint32_t ranks_per_domain;
+    uint32_t num_channels;
+    uint32_t num_slots;            // per ring; at most kMaxSlots
+    uint64_t slot_bytes;           // a multiple of 64
+    uint64_t ll_dispatch_bytes;    // one peer's low-latency dispatch message, 0: no low-latency mode
+    uint64_t ll_combine_bytes;     // all low-latency combine rows that come home to a rank
+    uint64_t ll_outbox_bytes;      // all rows a rank sends home in one combine (0: no transport peers)
+    uint32_t has_remote;           // 1: some peer is reached through a transport, outboxes exist
+    uint32_t reserved;
+
+    UCCL_EP_DEVICE uint32_t num_domains() const { return num_ranks / ranks_per_domain; }
+    UCCL_EP_DEVICE uint64_t ring_bytes() const { return num_slots * slot_bytes; }
+
+    // ---- data window ----
+    UCCL_EP_DEVICE uint64_t direct_ring(uint32_t source, uint32_t channel) const {
+        return (uint64_t{source} * num_channels + channel) * ring_bytes();
+    }
+    UCCL_EP_DEVICE uint64_t rail_base() const { return uint64_t{num_ranks} * num_channels * ring_bytes(); }
+    UCCL_EP_DEVICE uint64_t rail_ring(uint32_t source_domain, uint32_t channel) const {
+        return rail_base() + (uint64_t{source_domain} * num_channels + channel) * ring_bytes();
+    }
+    UCCL_EP_DEVICE uint64_t forward_base() const {
+        return rail_base() + (num_domains() > 1 ? uint64_t{num_domains()} * num_channels * ring_bytes() : 0);
+    }
+    UCCL_EP_DEVICE uint64_t forward_ring(uint32_t source, uint32_t channel) const {
+        return forward_base() + (uint64_t{source} * num_channels + channel) * ring_bytes();
+    }
+    UCCL_EP_DEVICE uint64_t direct_outbox_base() const {
+        return forward_base() + (num_domains() > 1 ? uint64_t{num_ranks} * num_channels * ring_bytes() : 0);
+    }
+    UCCL_EP_DEVICE uint64_t direct_outbox(uint32_t destination, uint32_t channel) const {
+        return direct_outbox_base() + (uint64_t{destination} * num_channels + channel) * ring_bytes();
+    }
+    UCCL_EP_DEVICE uint64_t rail_outbox_base() const {
+        return direct_outbox_base() + (has_remote ? uint64_t{num_ranks} * num_channels * ring_bytes() : 0);
+    }
+    UCCL_EP_DEVICE uint64_t rail_outbox(uint32_t destination_domain, uint32_t channel) const {
+        return rail_outbox_base() + (uint64_t{destination_domain} * num_channels + channel) * ring_bytes();
+    }
+    UCCL_EP_DEVICE uint64_t ll_dispatch_inbox_base() const {
+        return rail_outbox_base() + (has_remote ? uint64_t{num_domains()} * num_channels * ring_bytes() : 0);
+    }
+    UCCL_EP_DEVICE uint64_t ll_dispatch_inbox(uint32_t parity, uint32_t source) const {
+        return ll_dispatch_inbox_base() + (uint64_t{parity} * num_ranks + source) * ll_dispatch_bytes;
+    }
+    UCCL_EP_DEVICE uint64_t ll_dispatch_outbox(uint32_t parity, uint32_t destination) const {
+        return ll_dispatch_inbox_base() + (uint64_t{2 + parity} * num_ranks + destination) * ll_dispatch_bytes;
+    }
+    UCCL_EP_DEVICE uint64_t ll_combine_inbox_base() const {
+        return ll_dispatch_inbox_base() + (has_remote ? 4 : 2) * uint64_t{num_ranks} * ll_dispatch_bytes;
+    }
+    UCCL_EP_DEVICE uint64_t ll_combine_inbox(uint32_t parity) const {
+        return ll_combine_inbox_base() + parity * ll_combine_bytes;
+    }
+    UCCL_EP_DEVICE uint64_t ll_combine_outbox(uint32_t parity) const {
+        return ll_combine_inbox_base() + 2 * ll_combine_bytes + parity * ll_outbox_bytes;
+    }
+    UCCL_EP_DEVICE uint64_t data_bytes() const { return ll_combine_outbox(2); }
+
+    // ---- control window ----
+    UCCL_EP_DEVICE static constexpr uint64_t header_offset() { return 0; }
+    UCCL_EP_DEVICE static constexpr uint64_t verdict_offset(uint32_t reporter) {
+        return sizeof(ControlHeader) + uint64_t{reporter} * sizeof(Verdict);
+    }
+    UCCL_EP_DEVICE uint64_t signals_per_kind() const {
+        return uint64_t{num_ranks} * (num_channels > ranks_per_domain ? num_channels : ranks_per_domain);
+    }
+    UCCL_EP_DEVICE uint32_t num_signals() const {
+        return static_cast<uint32_t>(SignalKind::kCount) * static_cast<uint32_t>(signals_per_kind());
+    }
+    // The signal that rank `peer` raises in my window for this kind and channel.
+    UCCL_EP_DEVICE uint32_t signal_index(SignalKind kind, uint32_t peer, uint32_t channel) const {
+        return static_cast<uint32_t>(kind) * static_cast<uint32_t>(signals_per_kind()) + peer * stride() + channel;
+    }
+    UCCL_EP_DEVICE uint64_t signal_offset(uint32_t index) const {
+        return verdict_offset(num_ranks) + uint64_t{index} * kCacheLine;
+    }
+    // Where the proxy keeps the 8 bytes of a signal it writes itself (fenced plan): one per
+    // destination rank and signal kind and channel, since only one such write may be in flight.
+    UCCL_EP_DEVICE uint64_t outbox_offset(uint32_t peer, uint32_t entry) const {
+        return signal_offset(num_signals()) + (uint64_t{peer} * outbox_entries() + entry) * 8;
+    }
+    UCCL_EP_DEVICE uint32_t outbox_entries() const {
+        return static_cast<uint32_t>(SignalKind::kCount) * stride();
+    }
+    // A verdict on its way to a transport peer, likewise.
+    UCCL_EP_DEVICE uint64_t verdict_outbox_offset() const {
+        return align_up(outbox_offset(num_ranks, 0), kCacheLine);
+    }
+    UCCL_EP_DEVICE uint64_t control_bytes() const {
+        return align_up(verdict_outbox_offset() + sizeof(Verdict), 4096);
+    }
+
+private:
+    UCCL_EP_DEVICE uint32_t stride() const {
+        return num_channels > ranks_per_domain ? num_channels : ranks_per_domain;
+    }
+};
+
+inline constexpr uint32_t kMaxSlots = 32;  // so that a 6-bit epoch covers twice the window (counted plan)
+
+}  // namespace uccl_ep

@@ -1,0 +1,155 @@
+"""Contract 1: the GPU backend.
+
+A backend plugin is a class with this interface under the entry-point group ``uccl_ep.gpu_backends``.
+It gives memory that peers can reach, streams and events that meet torch's current stream, and it
+launches the kernels of ``core/kernels`` by name, compiled against its own primitives header.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from .transport import Device, Memory, Option
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelLimits:
+    """How many threads can run at once, which bounds a launch whose blocks wait for each other.
+
+    Attributes:
+        max_blocks: blocks that are certain to run at the same time.
+        max_warps_per_block: warps of one block.
+        warp_size: lanes of a warp or wavefront.
+    """
+
+    max_blocks: int
+    max_warps_per_block: int
+    warp_size: int
+
+
+class Window(abc.ABC):
+    """Memory that is reachable from kernels, and perhaps from peers and transports.
+
+    Attributes:
+        memory: where it is, as a transport sees it.
+        device_pointer: the address kernels use (differs from ``memory.pointer`` only for mapped host memory).
+    """
+
+    memory: Memory
+    device_pointer: int
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Free or unmap. May be called twice."""
+
+
+class Event(abc.ABC):
+    """A point in a stream. On the host, work is done when a call returns, so events are always complete."""
+
+    @abc.abstractmethod
+    def wait(self, stream: int | None = None) -> None:
+        """Make a stream (None: torch's current one) wait for this point."""
+
+    @abc.abstractmethod
+    def synchronize(self, timeout_s: float) -> bool:
+        """Block the calling thread until this point has passed; False when it has not in time."""
+
+
+class GpuBackend(abc.ABC):
+    """Access to one device. One object serves one buffer of one rank."""
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {}
+
+    @classmethod
+    @abc.abstractmethod
+    def probe(cls, options: Mapping[str, Any]) -> Sequence[Device]:
+        """List the devices, each refused one with its reason and remedy. Never raises."""
+
+    @classmethod
+    @abc.abstractmethod
+    def open(cls, device: str | None, options: Mapping[str, Any]) -> GpuBackend:
+        """Open a device (None: the current one). Raises `BackendUnavailableError` with the remedy."""
+
+    @property
+    @abc.abstractmethod
+    def torch_device(self) -> torch.device:
+        """Where the caller's tensors must be."""
+
+    @property
+    @abc.abstractmethod
+    def limits(self) -> KernelLimits: ...
+
+    @abc.abstractmethod
+    def allocate_data_window(self, nbytes: int, *, for_transport: bool, device_memory: bool) -> Window:
+        """Zeroed payload memory.
+
+        Args:
+            nbytes: length.
+            for_transport: a transport will register it.
+            device_memory: that transport can register GPU memory; otherwise, with ``for_transport``,
+                the window lies in host memory that kernels can reach.
+        """
+
+    @abc.abstractmethod
+    def allocate_host_window(self, nbytes: int) -> Window:
+        """Zeroed host memory, mapped for kernels: control windows and rings."""
+
+    @abc.abstractmethod
+    def allocate_device_memory(self, nbytes: int) -> Window:
+        """Zeroed private memory of the device: counters, ring heads, kernel parameters."""
+
+    @abc.abstractmethod
+    def export_window(self, window: Window) -> bytes:
+        """A handle with which a process of this host may import the window."""
+
+    @abc.abstractmethod
+    def import_window(self, handle: bytes) -> Window:
+        """Map a peer's window. Raises any exception where that cannot be done: then the peer is not
+        of this scale-up domain, and a transport is used."""
+
+    @abc.abstractmethod
+    def launch(
+        self,
+        kernel: str,
+        parameters: bytes,
+        *,
+        num_blocks: int,
+        warps_per_block: int,
+        shared_bytes: int = 0,
+        stream: int | None = None,
+        cooperative: bool = True,
+    ) -> None:
+        """Run a kernel of ``core/kernels`` by name.
+
+        Args:
+            parameters: the bytes of the kernel's parameter struct (``core/kernels/parameters.hpp``).
+            num_blocks: at most ``limits.max_blocks`` when ``cooperative``.
+            stream: a native stream handle; None: torch's current stream.
+        """
+
+    @abc.abstractmethod
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised contiguous tensor that belongs to the caller."""
+
+    @abc.abstractmethod
+    def current_stream(self) -> int:
+        """Native handle of torch's current stream."""
+
+    @abc.abstractmethod
+    def communication_stream(self) -> int:
+        """Native handle of the stream this backend's own work runs on when it is not the current one."""
+
+    @abc.abstractmethod
+    def record_event(self, stream: int | None = None) -> Event: ...
+
+    @abc.abstractmethod
+    def synchronize(self, stream: int | None, timeout_s: float) -> bool:
+        """Wait for a stream's work; False when it is not done in time."""
+
+    @abc.abstractmethod
+    def close(self) -> None: ...
