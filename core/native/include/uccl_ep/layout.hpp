@@ -36,7 +36,7 @@ enum class SignalKind : uint32_t {
     kRailData = 2,        // likewise for rail rings (peer = the rail peer's rank)
     kRailCredit = 3,
     kForwardData = 4,     // slots of forward ring [source rank][channel] filled by my domain's forwarder
-    kForwardCredit = 5,   // index: [source rank * ranks_per_domain + receiver's place in the domain]
+    kForwardCredit = 5,   // "peer" is [source domain * ranks_per_domain + receiver's place in its domain]
     kLowLatencyDispatch = 6,        // low-latency dispatch messages from that peer (channel 0)
     kLowLatencyDispatchCredit = 7,  // low-latency dispatch messages of mine it has expanded
     kLowLatencyCombine = 8,
@@ -167,14 +167,14 @@ struct Layout {
         return sizeof(ControlHeader) + uint64_t{reporter} * sizeof(Verdict);
     }
     UCCL_EP_DEVICE uint64_t signals_per_kind() const {
-        return uint64_t{num_ranks} * (num_channels > ranks_per_domain ? num_channels : ranks_per_domain);
+        return uint64_t{num_ranks} * num_channels;
     }
     UCCL_EP_DEVICE uint32_t num_signals() const {
         return static_cast<uint32_t>(SignalKind::kCount) * static_cast<uint32_t>(signals_per_kind());
     }
     // The signal that rank `peer` raises in my window for this kind and channel.
     UCCL_EP_DEVICE uint32_t signal_index(SignalKind kind, uint32_t peer, uint32_t channel) const {
-        return static_cast<uint32_t>(kind) * static_cast<uint32_t>(signals_per_kind()) + peer * stride() + channel;
+        return static_cast<uint32_t>(kind) * static_cast<uint32_t>(signals_per_kind()) + peer * num_channels + channel;
     }
     UCCL_EP_DEVICE uint64_t signal_offset(uint32_t index) const {
         return verdict_offset(num_ranks) + uint64_t{index} * kCacheLine;
@@ -185,7 +185,7 @@ struct Layout {
         return signal_offset(num_signals()) + (uint64_t{peer} * outbox_entries() + entry) * 8;
     }
     UCCL_EP_DEVICE uint32_t outbox_entries() const {
-        return static_cast<uint32_t>(SignalKind::kCount) * stride();
+        return static_cast<uint32_t>(SignalKind::kCount) * num_channels;
     }
     // A verdict on its way to a transport peer, likewise.
     UCCL_EP_DEVICE uint64_t verdict_outbox_offset() const {
@@ -193,11 +193,6 @@ struct Layout {
     }
     UCCL_EP_DEVICE uint64_t control_bytes() const {
         return align_up(verdict_outbox_offset() + sizeof(Verdict), 4096);
-    }
-
-private:
-    UCCL_EP_DEVICE uint32_t stride() const {
-        return num_channels > ranks_per_domain ? num_channels : ranks_per_domain;
     }
 };
 
