@@ -60,12 +60,12 @@ def choose_plan(
     """
     if requested != "auto" and requested not in PLANS:
         raise ConfigurationError(f"ordering plan {requested!r} is unknown: use one of auto, {', '.join(PLANS)}")
-    candidates = PLANS if requested == "auto" else (requested,)
+    candidates = [plan for plan in PLANS if requested in ("auto", plan)]
     refused: list[str] = []
     for plan in candidates:
         missing = missing_promises(capabilities, plan, signal_in_device_memory=signal_in_device_memory)
         if not missing:
             why = "requested" if requested != "auto" else "its promises hold on this transport"
-            return OrderingPlan(plan, "; ".join([f"{plan}: {why}", *refused]))  # type: ignore[arg-type]
+            return OrderingPlan(plan, "; ".join([f"{plan}: {why}", *refused]))
         refused.append(f"not {plan}: lacks {' and '.join(missing)}")
     raise CapabilityError("no ordering plan can keep data before signal on this transport: " + "; ".join(refused))
