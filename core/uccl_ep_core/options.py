@@ -17,8 +17,9 @@ FALSE_WORDS = ("0", "false", "no", "off")
 
 def nearest(word: str, valid: Iterable[str]) -> str:
     """The valid word that looks most like ``word``; "" where there is none at all."""
-    matches = difflib.get_close_matches(str(word).lower(), list(valid), n=1, cutoff=0.0)
-    return matches[0] if matches else ""
+    by_lower = {candidate.lower(): candidate for candidate in valid}
+    matches = difflib.get_close_matches(word.lower(), list(by_lower), n=1, cutoff=0.0)
+    return by_lower[matches[0]] if matches else ""
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
