@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_plugins import UNUSABLE, Install, transport
 
+from fake_plugins import UNUSABLE, Install, transport
 from uccl_ep_core import BackendUnavailableError, ConfigurationError, registry
 from uccl_ep_core.config import Configuration
-from uccl_ep_core.files import shipped_plugins_toml
+from uccl_ep_core.files import shipped_plugins_toml, tomllib
 from uccl_ep_core.options import GENERAL_OPTIONS
 
 Environment = dict[str, str]

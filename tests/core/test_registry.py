@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from fake_plugins import Install, transport
 
+from fake_plugins import Install, transport
 from uccl_ep_core import BackendUnavailableError, ConfigurationError, registry
 
 BROKEN = {
