@@ -13,7 +13,7 @@
 //   low-latency     [2 parities] inbox and outbox of dispatch and of combine
 //
 // Control window (host memory, mapped to the device):
-//   header, verdicts, signals, signal outbox
+//   header, verdicts, signals, signal outbox, verdict outbox, notices, notice outbox
 #pragma once
 
 #include "uccl_ep/command.hpp"
@@ -98,6 +98,17 @@ struct ControlHeader {
     uint64_t reserved[2];
 };
 static_assert(sizeof(ControlHeader) == 64, "the header fills one cache line");
+
+// What a peer reached through a transport tells about itself; written by that peer, a word at a time,
+// into my entry for it. All words only grow.
+inline constexpr uint32_t kMaxLanes = 16;  // lanes of one engine; one proxy drives each
+struct PeerNotice {
+    uint64_t heartbeat;            // a beat count; only where the transport cannot tell that a peer died
+    uint64_t closed;               // 1: the peer closed its buffer in order
+    uint64_t reserved[6];
+    uint64_t consumed[kMaxLanes];  // per lane: immediates of mine that the peer has polled (arrival credit)
+};
+static_assert(sizeof(PeerNotice) == 192, "three cache lines");
 
 struct Layout {
     // Chosen by the communicator, equal on all ranks.
@@ -191,9 +202,12 @@ struct Layout {
     UCCL_EP_DEVICE uint64_t verdict_outbox_offset() const {
         return align_up(outbox_offset(num_ranks, 0), kCacheLine);
     }
-    UCCL_EP_DEVICE uint64_t control_bytes() const {
-        return align_up(verdict_outbox_offset() + sizeof(Verdict), 4096);
+    // What rank `peer` tells me about itself, and the source of what I tell rank `peer`.
+    UCCL_EP_DEVICE uint64_t notice_offset(uint32_t peer) const {
+        return verdict_outbox_offset() + kCacheLine + uint64_t{peer} * sizeof(PeerNotice);
     }
+    UCCL_EP_DEVICE uint64_t notice_outbox_offset(uint32_t peer) const { return notice_offset(num_ranks + peer); }
+    UCCL_EP_DEVICE uint64_t control_bytes() const { return align_up(notice_offset(2 * num_ranks), 4096); }
 };
 
 inline constexpr uint32_t kMaxSlots = 32;  // so that a 6-bit epoch covers twice the window (counted plan)

@@ -1,0 +1,12 @@
+// The parts of uccl_ep_core._native, a function each.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace uccl_ep {
+
+void bind_layout(pybind11::module_ &module);
+void bind_memory(pybind11::module_ &module);
+void bind_engine(pybind11::module_ &module);
+
+}  // namespace uccl_ep

@@ -1,0 +1,114 @@
+// The ring algorithm, once: kernels push with it, proxies pop with it, and core/verification checks
+// this very source under a weak memory model.
+//
+// `Atomics` says how a word is loaded and stored. It provides (all static):
+//   fetch_add_device(word, n)       relaxed read-modify-write among producers, device scope
+//   load_acquire_device(word)       among producers
+//   store_release_device(word, v)   among producers
+//   load_acquire_system(word)       across the CPU and the device
+//   store_release_system(word, v)
+//   load_relaxed_system(word)
+//   acquire_fence_system()          turns the relaxed loads before it into acquires
+//   release_fence_system()          turns the relaxed stores behind it into releases
+//   store_slot(slot, packed)        four relaxed system-scope stores, in any order
+// `Ring` has the members of RingView (command.hpp).
+//
+// Rules, each with a mutant in core/verification that shows what its absence breaks:
+//   - every word of a command carries the phase; a slot is valid when all four match;
+//   - what a producer wrote before a push is visible to the consumer: release fence, then the words;
+//   - the consumer never reads the producers' head;
+//   - a slot is refilled only after the consumer's progress, read with acquire, has passed it. The
+//     producers' shared copy of that progress is itself released and acquired, since the producer
+//     that refills a slot is often not the one that read the progress.
+#pragma once
+
+#include "uccl_ep/command.hpp"
+
+namespace uccl_ep {
+
+inline constexpr uint64_t kNoTicket = ~uint64_t{0};  // a push that was told to stop waiting
+
+// The phase of the command with this ticket; the same as phase_of_lap(ticket / capacity), without
+// the division.
+UCCL_EP_DEVICE uint64_t phase_of_ticket(uint64_t ticket, uint64_t capacity) {
+    return (ticket & capacity) != 0 ? 0 : uint64_t{1} << kPhaseBit;
+}
+
+// Take `count` tickets in a row (1 <= count <= capacity) and wait until their slots are free.
+// Returns the first ticket. `keep_waiting()` is called between looks: it may yield, and returns false
+// to stop (time-out or abort). After kNoTicket the ring has a hole and must not be used again: the
+// group is then closed.
+template <class Atomics, class Ring, class KeepWaiting>
+UCCL_EP_DEVICE uint64_t ring_reserve(const Ring &ring, uint64_t count, KeepWaiting &&keep_waiting) {
+    const uint64_t first = Atomics::fetch_add_device(ring.head, count);
+    const uint64_t end = first + count;
+    if (end - Atomics::load_acquire_device(ring.cached_consumed) <= ring.capacity) {
+        return first;
+    }
+    for (;;) {
+        const uint64_t consumed = Atomics::load_acquire_system(ring.consumed);
+        if (end - consumed <= ring.capacity) {
+            // May move backwards when two producers refresh at once: a smaller value is only cautious.
+            Atomics::store_release_device(ring.cached_consumed, consumed);
+            return first;
+        }
+        if (!keep_waiting()) {
+            return kNoTicket;
+        }
+    }
+}
+
+// Fill the slot of a reserved ticket. Everything this thread did before (the payload it staged) is
+// visible to whoever pops the command.
+template <class Atomics, class Ring>
+UCCL_EP_DEVICE void ring_publish(const Ring &ring, uint64_t ticket, const Command &command) {
+    const PackedCommand packed = pack(command, phase_of_ticket(ticket, ring.capacity));
+    Atomics::release_fence_system();
+    Atomics::store_slot(&ring.slots[ticket & (ring.capacity - 1)], packed);
+}
+
+// Push one command; returns its ticket or kNoTicket. The command's local bytes may be reused when
+// *completed > ticket.
+template <class Atomics, class Ring, class KeepWaiting>
+UCCL_EP_DEVICE uint64_t ring_push(const Ring &ring, const Command &command, KeepWaiting &&keep_waiting) {
+    const uint64_t ticket = ring_reserve<Atomics>(ring, 1, keep_waiting);
+    if (ticket != kNoTicket) {
+        ring_publish<Atomics>(ring, ticket, command);
+    }
+    return ticket;
+}
+
+// Wait until the local bytes of the command with this ticket may be reused. False when told to stop.
+template <class Atomics, class Ring, class KeepWaiting>
+UCCL_EP_DEVICE bool ring_wait_completed(const Ring &ring, uint64_t ticket, KeepWaiting &&keep_waiting) {
+    while (Atomics::load_acquire_system(ring.completed) <= ticket) {
+        if (!keep_waiting()) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// Look at the command with this ticket (the consumer's own count of pops). False: not there yet.
+template <class Atomics, class Slot>
+inline bool ring_peek(const Slot *slots, uint64_t capacity, uint64_t ticket, PackedCommand *out) {
+    const Slot &slot = slots[ticket & (capacity - 1)];
+    const uint64_t phase = phase_of_ticket(ticket, capacity);
+    constexpr uint64_t kPhaseMask = uint64_t{1} << kPhaseBit;
+    for (uint32_t i = 0; i < 4; ++i) {
+        out->word[i] = Atomics::load_relaxed_system(&slot.word[i]);
+        if ((out->word[i] & kPhaseMask) != phase) {
+            return false;
+        }
+    }
+    Atomics::acquire_fence_system();
+    return true;
+}
+
+// Tell the producers that all commands before `ticket` were popped (`consumed`) or completed.
+template <class Atomics, class Word>
+inline void ring_progress(Word *word, uint64_t ticket) {
+    Atomics::store_release_system(word, ticket);
+}
+
+}  // namespace uccl_ep
