@@ -125,15 +125,14 @@ def dispatch(
     counts = [-(-c // expert_alignment) * expert_alignment for c in counts]
     if num_worst_tokens:
         counts = []
-        x, out_scales, out_weights = (_pad_rows(t, num_worst_tokens, 0) for t in (x, out_scales, out_weights))
-        idx = _pad_rows(idx, num_worst_tokens, -1)
+        x, idx = _pad_rows(x, num_worst_tokens, 0), _pad_rows(idx, num_worst_tokens, -1)
+        out_scales = None if out_scales is None else _pad_rows(out_scales, num_worst_tokens, 0)
+        out_weights = None if out_weights is None else _pad_rows(out_weights, num_worst_tokens, 0)
     source = torch.cat([torch.full_like(r, s) for s, r in enumerate(rows)])
     return Dispatched(x, out_scales, idx, out_weights, counts, source, torch.cat(rows))
 
 
-def _pad_rows(t: Tensor | None, rows: int, value: int) -> Tensor | None:
-    if t is None:
-        return None
+def _pad_rows(t: Tensor, rows: int, value: int) -> Tensor:
     padded = t.new_zeros((rows, *t.shape[1:])) if value == 0 else t.new_full((rows, *t.shape[1:]), value)
     padded[: t.shape[0]] = t
     return padded

@@ -1,0 +1,106 @@
+"""Dispatch and combine in both modes over a pairwise matrix, bit for bit equal to the reference.
+
+Pairwise: every pair of values of two parameters that is legal occurs in some case. ``make test`` runs the default
+matrix; ``make test-full`` adds one with other seeds, 7168 wide rows everywhere and larger low-latency outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import cases
+import closed_form
+from pairwise import pairwise
+from ranks import RankPool
+
+# (ranks, ranks per scale-up domain; 0: one domain)
+TOPOLOGIES = [(1, 0), (2, 0), (3, 0), (4, 0), (6, 0), (2, 1), (4, 2), (6, 3), (6, 2)]
+HIDDEN = [64, 100, 1536, 2048, 2880, 7168]
+TOPK = [1, 2, 4, 6, 8, 10, 12]
+EXPERTS = [8, 12, 36, 64, 160, 256, 288, 512, 510]
+TOKENS = ["rotate0", "rotate1", "rotate2", "rotate3", "rotate4", "even", "first", "idle", "zero"]
+
+HIGH_THROUGHPUT: dict[str, list[Any]] = {
+    "topology": TOPOLOGIES,
+    "hidden": HIDDEN,
+    "topk": TOPK,
+    "experts": EXPERTS,
+    "tokens": TOKENS,
+    "routing": list(closed_form.ROUTINGS),
+    "dtype": ["bf16", "fp16", "fp32", "fp64", "fp8"],
+    "index": ["int64", "int32"],
+    "weights": [True, False],
+    "bias": [0, 1, 2],
+    "cached": [False, True],
+    "contiguous": [True, False],
+    "alignment": [1, 128],
+    "worst": [False, True],
+    "stream": ["sync", "async", "event", "full"],
+}
+
+LOW_LATENCY: dict[str, list[Any]] = {
+    "topology": TOPOLOGIES,
+    "hidden": HIDDEN,
+    "topk": TOPK,
+    "experts": EXPERTS,
+    "most": [1, 8, 128, 1000],
+    "tokens": TOKENS,
+    "routing": list(closed_form.ROUTINGS),
+    "index": ["int64", "int32"],
+    "cast": ["none", "fp8", "round", "ue8m0"],
+    "hook": [True, False],
+    "zero_copy": [False, True],
+    "out": [False, True],
+    "contiguous": [True, False],
+}
+
+
+def legal(row: dict[str, Any]) -> bool:
+    return row["experts"] % row["topology"][0] == 0 and row["topk"] <= row["experts"]
+
+
+def legal_low_latency(row: dict[str, Any], most_bytes: int) -> bool:
+    return legal(row) and row["experts"] * row["most"] * row["hidden"] * 2 <= most_bytes
+
+
+def token_counts(row: dict[str, Any], seed: int) -> list[int]:
+    kind, ranks, most = row["tokens"], row["topology"][0], row.get("most", 1000)
+    if kind.startswith("rotate"):
+        return closed_form.token_counts("rotate", ranks, int(kind[6:]), most)
+    return closed_form.token_counts(kind, ranks, seed, most)
+
+
+def name(row: dict[str, Any]) -> str:
+    ranks, domain = row["topology"]
+    rest = [f"{k}={v}" for k, v in row.items() if k != "topology"]
+    return f"{ranks}x{domain or ranks}-" + "-".join(rest)
+
+
+def matrix(parameters: dict[str, list[Any]], rule: Any, seed: int) -> list[Any]:
+    """Cases as pytest parameters, sorted by topology so that buffers are kept from case to case."""
+    rows = pairwise(parameters, rule, seed=seed)
+    rows.sort(key=lambda row: row["topology"])
+    return [pytest.param(row, seed + i, id=name(row)) for i, row in enumerate(rows)]
+
+
+def run(pool: RankPool, case: Any, row: dict[str, Any], seed: int) -> None:
+    arguments = {k: v for k, v in row.items() if k != "topology"}
+    arguments |= {"tokens": token_counts(row, seed), "seed": seed}
+    ranks, domain = row["topology"]
+    pool.run(case, ranks=ranks, domain=domain, arguments=arguments, timeout_s=120)
+
+
+HIGH_THROUGHPUT_CASES = matrix(HIGH_THROUGHPUT, legal, seed=1)
+LOW_LATENCY_CASES = matrix(LOW_LATENCY, lambda row: legal_low_latency(row, 48 << 20), seed=2)
+
+
+@pytest.mark.parametrize(("row", "seed"), HIGH_THROUGHPUT_CASES)
+def test_high_throughput(pool: RankPool, row: dict[str, Any], seed: int) -> None:
+    run(pool, cases.high_throughput, row, seed)
+
+
+@pytest.mark.parametrize(("row", "seed"), LOW_LATENCY_CASES)
+def test_low_latency(pool: RankPool, row: dict[str, Any], seed: int) -> None:
+    run(pool, cases.low_latency, {**row, "dtype": "bf16"}, seed)
