@@ -1,0 +1,57 @@
+// Where the message counters of a communicator lie in its device memory. They only grow, advance in
+// the kernels, and live as long as the group: a captured graph that is replayed goes on counting.
+#pragma once
+
+#include "parameters.hpp"
+
+namespace uccl_ep {
+
+enum class Counter : uint32_t {
+    kDirectSent = 0,      // [peer][channel] slots sent into my direct ring at peer
+    kDirectReceived = 1,  // [peer][channel]
+    kRailSent = 2,        // [domain][channel]
+    kRailReceived = 3,
+    kForwardSent = 4,     // [source domain * ranks_per_domain + receiver's place][channel]
+    kForwardReceived = 5, // [source rank][channel]
+    kLowLatencyTicket = 6,  // [operation][parity][peer]: 1 + ticket of the last command that reads that outbox
+    kSingles = 10,          // the single counters below
+    kCount = 11,
+};
+
+enum class SingleCounter : uint32_t {
+    kLowLatencyDispatchSent = 0,
+    kLowLatencyDispatchReceived = 1,
+    kLowLatencyCombineSent = 2,
+    kLowLatencyCombineReceived = 3,
+    kBarrier = 4,
+    kGridArrived = 5,
+    kGridGeneration = 6,
+};
+
+struct Counters {
+    UCCL_EP_DEVICE static uint64_t stride(const Layout &layout) {
+        const uint64_t entries = uint64_t{layout.num_ranks} * layout.num_channels;
+        return entries > 16 ? entries : 16;
+    }
+    // kLowLatencyTicket takes four strides: dispatch and combine, one a parity each.
+    UCCL_EP_DEVICE static uint64_t bytes(const Layout &layout) {
+        return static_cast<uint64_t>(Counter::kCount) * stride(layout) * sizeof(uint64_t);
+    }
+    UCCL_EP_DEVICE static uint64_t *at(const Group &group, Counter counter, uint32_t peer, uint32_t channel) {
+        return group.counters + static_cast<uint64_t>(counter) * stride(group.layout) +
+               uint64_t{peer} * group.layout.num_channels + channel;
+    }
+    UCCL_EP_DEVICE static uint64_t *at(const Group &group, SingleCounter counter) {
+        return group.counters + static_cast<uint64_t>(Counter::kSingles) * stride(group.layout) +
+               static_cast<uint64_t>(counter);
+    }
+    UCCL_EP_DEVICE static uint64_t *ticket(const Group &group, uint32_t parity, uint32_t peer) {
+        return group.counters + (static_cast<uint64_t>(Counter::kLowLatencyTicket) + parity) * stride(group.layout) +
+               peer;
+    }
+    UCCL_EP_DEVICE static uint64_t *combine_ticket(const Group &group, uint32_t parity, uint32_t peer) {
+        return ticket(group, 2 + parity, peer);
+    }
+};
+
+}  // namespace uccl_ep

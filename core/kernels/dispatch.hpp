@@ -1,0 +1,262 @@
+// High-throughput dispatch: rows stream through rings of slots.
+//
+// A token crosses a transport once per destination domain: it goes to the rank at the sender's own
+// place there (its rail peer), which forwards it inside the domain. Output rows lie in the order
+// (source rank, index on the source rank).
+//
+// Each channel is worked by the warps of the blocks with the same index modulo num_channels. A warp
+// runs one role at a time and roles wait for each other, so there must be a warp for every role.
+#pragma once
+
+#include "dispatch_rows.hpp"
+
+namespace uccl_ep {
+
+UCCL_EP_DEVICE void write_message_header(const Group &group, uint8_t *slot, OperationKind kind, uint32_t rows,
+                                         uint32_t row_bytes, uint32_t source) {
+    if (device::lane() == 0) {
+        *reinterpret_cast<MessageHeader *>(slot) =
+            MessageHeader{group.operation, static_cast<uint32_t>(kind), rows, row_bytes, source, {}};
+    }
+}
+
+// Fill row `row` of a message with a token. Called by the whole warp.
+UCCL_EP_DEVICE void write_row(const DispatchParameters &p, uint8_t *slot, const DispatchRows &at, uint32_t row,
+                              uint32_t token) {
+    const DispatchShape &shape = p.shape;
+    device::copy(slot + at.payload + uint64_t{row} * shape.row_bytes, p.x + uint64_t{token} * shape.row_bytes,
+                 shape.row_bytes);
+    if (shape.scale_bytes != 0) {
+        device::copy(slot + at.scales + uint64_t{row} * shape.scale_bytes,
+                     p.scales + uint64_t{token} * shape.scale_bytes, shape.scale_bytes);
+    }
+    auto *experts = reinterpret_cast<int32_t *>(slot + at.topk_idx) + uint64_t{row} * shape.num_topk;
+    auto *weights = reinterpret_cast<float *>(slot + at.topk_weights) + uint64_t{row} * shape.num_topk;
+    for (uint32_t k = device::lane(); k < shape.num_topk; k += device::kWarpSize) {
+        const uint64_t i = uint64_t{token} * shape.num_topk + k;
+        experts[k] = static_cast<int32_t>(load_index(p.topk_idx, p.index_bytes, i));
+        weights[k] = p.topk_weights == nullptr ? 0.0f : p.topk_weights[i];
+    }
+    if (device::lane() == 0) reinterpret_cast<int32_t *>(slot + at.source)[row] = static_cast<int32_t>(token);
+}
+
+UCCL_EP_DEVICE void write_mask(const DispatchParameters &p, uint8_t *slot, const DispatchRows &at, uint32_t row,
+                               uint32_t token, uint32_t first_rank) {
+    if (device::lane() != 0) return;
+    auto *mask = reinterpret_cast<uint64_t *>(slot + at.mask + uint64_t{row} * (kMaxRanksPerDomain / 8));
+    const uint8_t *in_rank = p.is_token_in_rank + uint64_t{token} * p.group.num_ranks() + first_rank;
+    mask[0] = mask[1] = 0;
+    for (uint32_t i = 0; i < p.group.layout.ranks_per_domain; ++i) {
+        if (in_rank[i] != 0) mask[i / 64] |= uint64_t{1} << (i % 64);
+    }
+}
+
+// Role: send this channel's tokens that go to ranks [first_rank, first_rank + rank_count).
+UCCL_EP_DEVICE bool dispatch_send(const DispatchParameters &p, const StreamPlace &place, uint32_t first_rank,
+                                  uint32_t rank_count, uint32_t total, bool on_rail) {
+    const Group &group = p.group;
+    const uint32_t capacity = DispatchRows::capacity(p.shape, group.layout.slot_bytes, on_rail);
+    StreamSender sender(group, place, Phase::kDispatch);
+    uint32_t left = total, filled = 0, rows = 0;
+    uint8_t *slot = nullptr;
+    DispatchRows at{};
+    const bool ok = for_each_token(
+        p.is_token_in_rank, group.num_ranks(), TokenRange::of(p.num_tokens, place.channel, group.layout.num_channels),
+        first_rank, rank_count, [&](uint32_t token) {
+            if (left == 0 && slot == nullptr) return false;  // the mask changed since the counts were announced
+            if (slot == nullptr) {
+                rows = left < capacity ? left : capacity;
+                slot = sender.acquire();
+                if (slot == nullptr) return false;
+                at = DispatchRows::of(p.shape, rows, on_rail);
+                write_message_header(group, slot, OperationKind::kDispatch, rows, p.shape.row_bytes, group.rank);
+            }
+            write_row(p, slot, at, filled, token);
+            if (on_rail) write_mask(p, slot, at, filled, token, first_rank);
+            if (++filled == rows) {
+                if (!sender.commit(at.end)) return false;
+                left -= rows;
+                filled = 0;
+                slot = nullptr;
+            }
+            return true;
+        });
+    sender.finish();
+    return ok;
+}
+
+// Take the rows of one message into the output, starting at row `first`. Called by the whole warp.
+UCCL_EP_DEVICE void take_rows(const DispatchParameters &p, const uint8_t *slot, uint32_t rows, uint64_t first,
+                              bool on_rail) {
+    const DispatchShape &shape = p.shape;
+    const DispatchRows at = DispatchRows::of(shape, rows, on_rail);
+    device::copy(p.receive_x + first * shape.row_bytes, slot + at.payload, uint64_t{rows} * shape.row_bytes);
+    if (shape.scale_bytes != 0) {
+        device::copy(p.receive_scales + first * shape.scale_bytes, slot + at.scales, uint64_t{rows} * shape.scale_bytes);
+    }
+    const uint32_t local_experts = p.shape.num_experts / p.group.num_ranks();
+    const int64_t first_expert = int64_t{p.group.rank} * local_experts;
+    const auto *experts = reinterpret_cast<const int32_t *>(slot + at.topk_idx);
+    const auto *weights = reinterpret_cast<const float *>(slot + at.topk_weights);
+    const auto *source = reinterpret_cast<const int32_t *>(slot + at.source);
+    for (uint64_t i = device::lane(); i < uint64_t{rows} * shape.num_topk; i += device::kWarpSize) {
+        const int64_t local = experts[i] - first_expert;
+        const bool here = local >= 0 && local < local_experts;
+        store_index(p.receive_topk_idx, p.index_bytes, first * shape.num_topk + i, here ? local : -1);
+        p.receive_topk_weights[first * shape.num_topk + i] = here ? weights[i] : 0.0f;
+    }
+    for (uint32_t i = device::lane(); i < rows; i += device::kWarpSize) p.receive_source[first + i] = source[i];
+}
+
+// Role: receive this channel's rows of `source`.
+UCCL_EP_DEVICE bool dispatch_receive(const DispatchParameters &p, const StreamPlace &place, uint32_t source) {
+    const uint32_t index = source * p.group.layout.num_channels + place.channel;
+    const uint32_t total = static_cast<uint32_t>(p.receive_rows[index]);
+    const uint64_t first = static_cast<uint64_t>(p.receive_offset[index]);
+    StreamReceiver receiver(p.group, place, Phase::kDispatch);
+    bool ok = true;
+    for (uint32_t taken = 0; taken < total && ok;) {
+        const uint8_t *slot = receiver.acquire(OperationKind::kDispatch, p.shape.row_bytes);
+        ok = slot != nullptr;
+        if (!ok) break;
+        const uint32_t rows = reinterpret_cast<const MessageHeader *>(slot)->rows;
+        take_rows(p, slot, rows, first + taken, false);
+        taken += rows;
+        ok = receiver.release();
+    }
+    receiver.finish();
+    return ok;
+}
+
+// Role: my own tokens that stay here go straight to the output.
+UCCL_EP_DEVICE void dispatch_keep(const DispatchParameters &p, uint32_t channel) {
+    const Group &group = p.group;
+    const DispatchShape &shape = p.shape;
+    const uint32_t channels = group.layout.num_channels;
+    const uint32_t local_experts = shape.num_experts / group.num_ranks();
+    const int64_t first_expert = int64_t{group.rank} * local_experts;
+    uint64_t row = static_cast<uint64_t>(p.receive_offset[group.rank * channels + channel]);
+    for_each_token(p.is_token_in_rank, group.num_ranks(), TokenRange::of(p.num_tokens, channel, channels), group.rank, 1,
+                   [&](uint32_t token) {
+                       device::copy(p.receive_x + row * shape.row_bytes, p.x + uint64_t{token} * shape.row_bytes,
+                                    shape.row_bytes);
+                       if (shape.scale_bytes != 0) {
+                           device::copy(p.receive_scales + row * shape.scale_bytes,
+                                        p.scales + uint64_t{token} * shape.scale_bytes, shape.scale_bytes);
+                       }
+                       for (uint32_t k = device::lane(); k < shape.num_topk; k += device::kWarpSize) {
+                           const uint64_t i = uint64_t{token} * shape.num_topk + k;
+                           const int64_t local = load_index(p.topk_idx, p.index_bytes, i) - first_expert;
+                           const bool here = local >= 0 && local < local_experts;
+                           store_index(p.receive_topk_idx, p.index_bytes, row * shape.num_topk + k, here ? local : -1);
+                           p.receive_topk_weights[row * shape.num_topk + k] =
+                               here && p.topk_weights != nullptr ? p.topk_weights[i] : 0.0f;
+                       }
+                       if (device::lane() == 0) p.receive_source[row] = static_cast<int32_t>(token);
+                       ++row;
+                       return true;
+                   });
+}
+
+// Role: forward this channel's rows of my rail peer in `source_domain` to the ranks of my domain.
+UCCL_EP_DEVICE bool dispatch_forward(const DispatchParameters &p, uint32_t source_domain, uint32_t channel) {
+    const Group &group = p.group;
+    const DispatchShape &shape = p.shape;
+    const uint32_t source = rail_peer(group, source_domain);
+    const uint32_t total = static_cast<uint32_t>(p.rail_rows[source_domain * group.layout.num_channels + channel]);
+    StreamReceiver receiver(group, rail_from(group, source_domain, channel), Phase::kForward);
+    bool ok = true;
+    for (uint32_t taken = 0; taken < total && ok;) {
+        const uint8_t *slot = receiver.acquire(OperationKind::kDispatch, shape.row_bytes);
+        ok = slot != nullptr;
+        if (!ok) break;
+        const uint32_t rows = reinterpret_cast<const MessageHeader *>(slot)->rows;
+        const DispatchRows from = DispatchRows::of(shape, rows, true);
+        const auto *masks = reinterpret_cast<const uint64_t *>(slot + from.mask);
+        const auto goes = [&](uint32_t row, uint32_t place) {
+            return (masks[row * (kMaxRanksPerDomain / 64) + place / 64] >> (place % 64) & 1) != 0;
+        };
+        for (uint32_t place = 0; place < group.layout.ranks_per_domain && ok; ++place) {
+            uint32_t count = 0;
+            for (uint32_t base = 0; base < rows; base += device::kWarpSize) {
+                const uint32_t row = base + device::lane();
+                count += device::population_count(device::ballot(row < rows && goes(row, place)));
+            }
+            if (count == 0) continue;
+            StreamSender sender(group, forward_to(group, source_domain, place, channel), Phase::kForward);
+            uint8_t *out = sender.acquire();
+            ok = out != nullptr;
+            if (ok) {
+                const DispatchRows at = DispatchRows::of(shape, count, false);
+                write_message_header(group, out, OperationKind::kDispatch, count, shape.row_bytes, source);
+                uint32_t filled = 0;
+                for (uint32_t row = 0; row < rows; ++row) {
+                    if (!goes(row, place)) continue;
+                    device::copy(out + at.payload + uint64_t{filled} * shape.row_bytes,
+                                 slot + from.payload + uint64_t{row} * shape.row_bytes, shape.row_bytes);
+                    device::copy(out + at.scales + uint64_t{filled} * shape.scale_bytes,
+                                 slot + from.scales + uint64_t{row} * shape.scale_bytes, shape.scale_bytes);
+                    device::copy(out + at.topk_idx + uint64_t{filled} * shape.num_topk * 4,
+                                 slot + from.topk_idx + uint64_t{row} * shape.num_topk * 4, uint64_t{shape.num_topk} * 4);
+                    device::copy(out + at.topk_weights + uint64_t{filled} * shape.num_topk * 4,
+                                 slot + from.topk_weights + uint64_t{row} * shape.num_topk * 4,
+                                 uint64_t{shape.num_topk} * 4);
+                    device::copy(out + at.source + uint64_t{filled} * 4, slot + from.source + uint64_t{row} * 4, 4);
+                    ++filled;
+                }
+                ok = sender.commit(at.end);
+            }
+            sender.finish();
+        }
+        taken += rows;
+        if (ok) ok = receiver.release();
+    }
+    receiver.finish();
+    return ok;
+}
+
+// Warps that the roles of one channel need.
+UCCL_EP_DEVICE uint32_t dispatch_roles(const Layout &layout) {
+    return (layout.num_ranks - 1) + (layout.ranks_per_domain - 1) + 2 * (layout.num_domains() - 1) + 1;
+}
+
+UCCL_EP_KERNEL(uccl_ep_dispatch, DispatchParameters) {
+    const DispatchParameters &p = parameters;
+    const Group &group = p.group;
+    const Layout &layout = group.layout;
+    const uint32_t channels = layout.num_channels, per_domain = layout.ranks_per_domain, ranks = layout.num_ranks;
+    const uint32_t channel = device::block_index() % channels;
+    const uint32_t warp = device::block_index() / channels * device::warps_per_block() + device::warp_in_block();
+    const uint32_t warps = device::num_blocks() / channels * device::warps_per_block();
+    for (uint32_t role = warp; role < dispatch_roles(layout); role += warps) {
+        uint32_t i = role;
+        if (i < ranks - 1) {  // receive; a neighbour first, so that not all senders face the same rank
+            const uint32_t source = (group.rank + 1 + i) % ranks;
+            dispatch_receive(p, group.is_local(source) ? direct_from(group, source, channel)
+                                                       : forward_from(group, source, channel), source);
+            continue;
+        }
+        i -= ranks - 1;
+        if (i < per_domain - 1) {
+            const uint32_t destination = group.domain() * per_domain + (group.place() + 1 + i) % per_domain;
+            dispatch_send(p, direct_to(group, destination, channel), destination, 1,
+                          static_cast<uint32_t>(p.send_rows[destination * channels + channel]), false);
+            continue;
+        }
+        i -= per_domain - 1;
+        if (i < layout.num_domains() - 1) {
+            const uint32_t domain = (group.domain() + 1 + i) % layout.num_domains();
+            dispatch_send(p, rail_to(group, domain, channel), domain * per_domain, per_domain,
+                          static_cast<uint32_t>(p.rail_send_rows[domain * channels + channel]), true);
+            continue;
+        }
+        i -= layout.num_domains() - 1;
+        if (i < layout.num_domains() - 1) {
+            dispatch_forward(p, (group.domain() + 1 + i) % layout.num_domains(), channel);
+            continue;
+        }
+        dispatch_keep(p, channel);
+    }
+}
+
+}  // namespace uccl_ep

@@ -1,0 +1,203 @@
+// What the kernels are given: one plain struct a kernel, filled by uccl_ep/communicator.py through the
+// bindings, copied by value at launch. Pointers are device addresses.
+#pragma once
+
+#include "uccl_ep/command.hpp"
+#include "uccl_ep/layout.hpp"
+
+namespace uccl_ep {
+
+// Which operation a message belongs to; a receiver that meets another one reports a mismatch.
+enum class OperationKind : uint32_t {
+    kNotify = 1,
+    kDispatch = 2,
+    kCombine = 3,
+    kLowLatencyDispatch = 4,
+    kLowLatencyCombine = 5,
+};
+
+enum class PayloadType : uint32_t {
+    kBytes = 0,  // moved, never computed with
+    kBfloat16 = 1,
+    kFloat16 = 2,
+    kFloat32 = 3,
+    kFloat64 = 4,
+    kFloat8 = 5,  // e4m3fn
+};
+
+// Where a kernel leaves what went wrong; host memory, read when the launch is done.
+struct KernelStatus {
+    uint64_t failed;  // 0: all is well; set once, by the first that fails
+    uint64_t ready;   // the verdict below is complete
+    Verdict verdict;
+    uint64_t detail[4];  // of a mismatch: what was found, what was expected
+};
+
+// The group as kernels see it, the same for every kernel of a communicator.
+struct Group {
+    Layout layout;
+    uint32_t rank;
+    uint32_t num_rings;
+    uint64_t timeout_ns;
+    uint8_t *data;                  // own data window
+    uint8_t *control;               // own control window
+    uint8_t *const *peer_data;      // [num_ranks] data windows of the scale-up domain, own included; null elsewhere
+    uint8_t *const *peer_control;   // [num_ranks] likewise
+    const RingView *rings;          // [num_rings], empty where the whole group is one domain
+    uint64_t *counters;             // device memory, see counters.hpp
+    KernelStatus *status;
+    uint64_t operation;             // sequence number of this call, for diagnosis and mismatch detection
+
+    UCCL_EP_DEVICE uint32_t num_ranks() const { return layout.num_ranks; }
+    UCCL_EP_DEVICE uint32_t domain() const { return rank / layout.ranks_per_domain; }
+    UCCL_EP_DEVICE uint32_t place() const { return rank % layout.ranks_per_domain; }
+    UCCL_EP_DEVICE bool is_local(uint32_t peer) const { return peer / layout.ranks_per_domain == domain(); }
+};
+
+// get_dispatch_layout.
+struct RoutingParameters {
+    const void *topk_idx;        // [num_tokens, num_topk] int32 or int64, -1: no expert
+    uint32_t index_bytes;        // 4 or 8
+    uint32_t num_tokens;
+    uint32_t num_topk;
+    uint32_t num_experts;
+    uint32_t num_ranks;
+    uint32_t reserved;
+    int32_t *num_tokens_per_rank;    // [num_ranks], zeroed
+    int32_t *num_tokens_per_expert;  // [num_experts], zeroed
+    uint8_t *is_token_in_rank;       // [num_tokens, num_ranks]
+};
+
+// What a notify message says besides the counts; all ranks must agree.
+struct DispatchShape {
+    uint32_t row_bytes;    // payload bytes of a token
+    uint32_t scale_bytes;  // bytes of its scales, 0: none
+    uint32_t num_topk;     // 0: no top-k indices and weights travel
+    uint32_t num_experts;
+};
+static_assert(sizeof(DispatchShape) == 16, "compared word by word");
+
+// High-throughput notify: tell every rank how many rows it will get, learn the same.
+// Channel c of a rank with T tokens carries tokens [c*T/C, (c+1)*T/C).
+struct NotifyParameters {
+    Group group;
+    DispatchShape shape;
+    const uint8_t *is_token_in_rank;       // [num_tokens, num_ranks]
+    const int32_t *num_tokens_per_expert;  // [num_experts]
+    uint32_t num_tokens;
+    uint32_t reserved;
+    int32_t *send_rows;       // out [num_ranks, C] rows for each rank
+    int32_t *rail_send_rows;  // out [num_domains, C] rows for each domain
+    int32_t *receive_rows;    // out [num_ranks, C] rows from each rank
+    int32_t *receive_offset;  // out [num_ranks * C + 1] first row of each in the output; the last entry is the total
+    int32_t *rail_rows;       // out [num_domains, C] rows my rail peer in each domain sends me to forward
+    int32_t *expert_rows;     // out [num_experts / num_ranks] rows that name each local expert
+};
+
+// High-throughput dispatch of rows whose counts are known (from notify or from a cached handle).
+struct DispatchParameters {
+    Group group;
+    DispatchShape shape;
+    const uint8_t *x;            // [num_tokens, row_bytes]
+    const uint8_t *scales;       // [num_tokens, scale_bytes], or null
+    const void *topk_idx;        // [num_tokens, num_topk] global expert indices, or null
+    const float *topk_weights;   // [num_tokens, num_topk], or null: zeros travel
+    const uint8_t *is_token_in_rank;  // [num_tokens, num_ranks]
+    const int32_t *send_rows, *rail_send_rows, *receive_rows, *receive_offset, *rail_rows;
+    uint32_t num_tokens;
+    uint32_t index_bytes;        // of topk_idx and receive_topk_idx: 4 or 8
+    uint8_t *receive_x;          // out [rows, row_bytes]
+    uint8_t *receive_scales;     // out [rows, scale_bytes]
+    void *receive_topk_idx;      // out [rows, num_topk] local expert indices, -1 elsewhere
+    float *receive_topk_weights; // out [rows, num_topk], 0 where -1
+    int32_t *receive_source;     // out [rows] index of the token on its source rank
+};
+
+// High-throughput combine: out[t] = bias0[t] + bias1[t] + sum over ranks r, in rank order, of r's row
+// for t; accumulated in float32 (float64 for float64) and rounded once.
+struct CombineParameters {
+    Group group;
+    uint32_t payload_type;       // PayloadType
+    uint32_t hidden;             // elements
+    uint32_t row_bytes;
+    uint32_t num_topk;           // 0: no weights
+    const uint8_t *x;            // [rows, hidden], rows as dispatch delivered them
+    const float *topk_weights;   // [rows, num_topk], or null
+    const uint8_t *bias[2];      // [num_tokens, hidden] of the payload type, or null
+    const uint8_t *is_token_in_rank;  // [num_tokens, num_ranks]
+    const int32_t *send_rows, *receive_rows, *receive_offset;  // of the dispatch
+    uint32_t num_tokens;
+    uint32_t reserved;
+    uint8_t *out;                // [num_tokens, hidden]
+    float *out_topk_weights;     // [num_tokens, num_topk], or null
+};
+
+enum class Quantization : uint32_t {
+    kNone = 0,
+    kFloat8 = 1,              // e4m3, a float32 scale for each 128 elements: amax / 448
+    kFloat8PowerOfTwo = 2,    // the scale rounded up to a power of two
+    kFloat8Exponent = 3,      // likewise, and the receiver gets the scale as its exponent (UE8M0)
+};
+
+// Shape of a low-latency exchange; all ranks must agree.
+struct LowLatencyShape {
+    uint32_t max_tokens;    // per rank
+    uint32_t hidden;        // elements
+    uint32_t num_topk;
+    uint32_t num_experts;
+    uint32_t row_bytes;     // of a row on the wire
+    uint32_t scale_bytes;   // of its float32 scales on the wire, 0: none
+    uint32_t quantization;  // Quantization
+    uint32_t payload_type;  // PayloadType of the caller's tensor
+};
+static_assert(sizeof(LowLatencyShape) == 32, "compared word by word");
+
+struct LowLatencyDispatchParameters {
+    Group group;
+    LowLatencyShape shape;
+    // send half
+    const uint8_t *x;         // [num_tokens, hidden]
+    const void *topk_idx;     // [num_tokens, num_topk]
+    uint32_t num_tokens;
+    uint32_t index_bytes;
+    int32_t *combine_row;     // out [num_tokens, num_topk] row of the combine inbox where it comes home, -1
+    int32_t *place_in_expert; // scratch [num_tokens, num_topk]
+    int32_t *row_in_rank;     // scratch [num_tokens, num_ranks] row of the message to each rank, -1
+    int32_t *rank_rows;       // scratch [num_ranks]
+    int32_t *expert_rows;     // scratch [num_experts]
+    int32_t *expert_begin;    // scratch [num_experts]
+    const int32_t *masked;    // [num_ranks] 1: leave this rank out, or null
+    // receive half; L = num_experts / num_ranks, M = max_tokens
+    uint8_t *receive_x;       // out [L, num_ranks * M, hidden]
+    uint8_t *receive_scales;  // out float32 [L, groups, num_ranks * M], or exponents, or null
+    int32_t *source_index;    // out [L, num_ranks * M] index of the token on its source rank
+    int32_t *begin;           // out [L, num_ranks] first row of each source rank within an expert
+    int32_t *count;           // out [L, num_ranks]
+    int32_t *receive_count;   // out [L]
+    int32_t *combine_base;    // out [num_ranks] first row of mine in each source rank's combine inbox
+    int32_t *statistics;      // in/out [L] cumulative receive counts, or null
+    int64_t *wait_cost;       // in/out [num_ranks] cycles (ns on the host) waited for each rank, or null
+};
+
+struct LowLatencyCombineParameters {
+    Group group;
+    LowLatencyShape shape;
+    // send half
+    const uint8_t *x;            // [L, num_ranks * M, hidden] of the payload type
+    const int32_t *begin, *count, *combine_base;  // of the dispatch
+    // receive half
+    const void *topk_idx;        // [num_tokens, num_topk] as given to dispatch
+    const float *topk_weights;   // [num_tokens, num_topk]
+    const int32_t *combine_row;  // of the dispatch
+    uint32_t num_tokens;
+    uint32_t index_bytes;
+    const int32_t *masked;
+    uint8_t *out;                // [num_tokens, hidden]
+    int64_t *wait_cost;
+};
+
+struct BarrierParameters {
+    Group group;
+};
+
+}  // namespace uccl_ep

@@ -1,0 +1,130 @@
+// Every wait of every kernel goes through here: it has a limit, ends when anybody failed, and can say
+// what was waited for.
+#pragma once
+
+#include "counters.hpp"
+
+namespace uccl_ep {
+
+// What a wait is for; goes into the verdict when it fails.
+struct Awaited {
+    Phase phase;
+    uint32_t peer;
+    uint32_t signal;
+    uint64_t expected;
+};
+
+UCCL_EP_DEVICE ControlHeader *control_header(const Group &group) {
+    return reinterpret_cast<ControlHeader *>(group.control + Layout::header_offset());
+}
+
+// One thread records the first failure of this launch and ends all other waits of this rank.
+UCCL_EP_DEVICE void fail(const Group &group, Reason reason, const Awaited &awaited, uint64_t seen, uint64_t elapsed_ns) {
+    KernelStatus *status = group.status;
+    if (device::compare_exchange_system(&status->failed, 0, 1)) {
+        status->verdict.culprit = awaited.peer;
+        status->verdict.reason = static_cast<uint32_t>(reason);
+        status->verdict.phase = static_cast<uint32_t>(awaited.phase);
+        status->verdict.reporter = group.rank;
+        status->verdict.signal = awaited.signal;
+        status->verdict.expected = awaited.expected;
+        status->verdict.seen = seen;
+        status->verdict.operation = group.operation;
+        status->verdict.elapsed_ns = elapsed_ns;
+        device::store_release_system(&status->ready, 1);
+    }
+    device::store_release_system(&control_header(group)->aborted, 1);
+}
+
+UCCL_EP_DEVICE bool aborted(const Group &group) {
+    return device::load_relaxed_system(&control_header(group)->aborted) != 0;
+}
+
+// The limit of one wait; used by one thread.
+class WaitLimit {
+  public:
+    UCCL_EP_DEVICE WaitLimit(const Group &group, const Awaited &awaited) : group_(group), awaited_(awaited) {}
+    UCCL_EP_DEVICE ~WaitLimit() {
+        if (announced_) device::store_relaxed_system(&control_header(group_)->waiting_for, 0);
+        if (polls_ != 0) device::wait_ended();
+    }
+
+    // Called between looks at what is awaited, `seen` being the last; lets others run. False: somebody
+    // failed, or the time is up (which is recorded).
+    UCCL_EP_DEVICE bool keep_waiting(uint64_t seen) {
+        device::relax();
+        if (aborted(group_)) return false;
+        if (++polls_ % 64 != 0) return true;
+        const uint64_t now = device::now_ns();
+        if (start_ == 0) start_ = now;
+        const uint64_t elapsed = now - start_;
+        if (elapsed > group_.timeout_ns) {
+            fail(group_, Reason::kTimeout, awaited_, seen, elapsed);
+            return false;
+        }
+        if (!announced_ && elapsed > 1000000) {  // 1 ms: worth telling whoever waits for this rank
+            ControlHeader *header = control_header(group_);
+            device::store_relaxed_system(&header->phase, static_cast<uint64_t>(awaited_.phase));
+            device::store_relaxed_system(&header->waiting_for, 1 + uint64_t{awaited_.peer});
+            announced_ = true;
+        }
+        return true;
+    }
+
+  private:
+    const Group &group_;
+    Awaited awaited_;
+    uint64_t start_ = 0;
+    uint32_t polls_ = 0;
+    bool announced_ = false;
+};
+
+// Wait until `read()` is at least `awaited.expected`; called by one thread. False: see keep_waiting.
+template <class Read>
+UCCL_EP_DEVICE bool wait_at_least(const Group &group, const Awaited &awaited, Read read) {
+    uint64_t seen = read();
+    if (seen >= awaited.expected) return true;
+    WaitLimit limit(group, awaited);
+    while (seen < awaited.expected) {
+        if (!limit.keep_waiting(seen)) return false;
+        seen = read();
+    }
+    return true;
+}
+
+UCCL_EP_DEVICE uint64_t *signal_address(const Group &group, uint8_t *control, uint32_t index) {
+    return reinterpret_cast<uint64_t *>(control + group.layout.signal_offset(index));
+}
+
+// Wait for a signal of my own control window; called by one thread.
+UCCL_EP_DEVICE bool wait_signal(const Group &group, const Awaited &awaited) {
+    const uint64_t *address = signal_address(group, group.control, awaited.signal);
+    return wait_at_least(group, awaited, [address] { return device::load_acquire_system(address); });
+}
+
+// The same, called by a whole warp: every lane gets the answer, and sees what the signal promised.
+UCCL_EP_DEVICE bool wait_signal_warp(const Group &group, const Awaited &awaited) {
+    uint32_t ok = 1;
+    if (device::lane() == 0) ok = wait_signal(group, awaited);
+    ok = device::broadcast(ok);
+    device::sync_warp();
+    return ok != 0;
+}
+
+// A barrier of all threads of all blocks of this launch, which must all be running at once.
+// False on every thread of a block that saw a failure.
+UCCL_EP_DEVICE bool sync_grid(const Group &group) {
+    device::sync_block();
+    if (device::num_blocks() > 1 && device::warp_in_block() == 0 && device::lane() == 0) {
+        uint64_t *arrived = Counters::at(group, SingleCounter::kGridArrived);
+        const uint64_t ticket = device::fetch_add_device(arrived, 1);
+        // The count never goes back, so the round is known from the ticket alone.
+        const uint64_t target = (ticket / device::num_blocks() + 1) * device::num_blocks();
+        const Awaited awaited{Phase::kNone, group.rank, 0, target};
+        wait_at_least(group, awaited, [arrived] { return device::load_acquire_device(arrived); });
+    }
+    // One answer for the whole block: a thread that left alone would be missed at the next barrier.
+    return device::sync_block_all(!aborted(group));
+}
+
+}  // namespace uccl_ep

@@ -1,0 +1,216 @@
+#include "fibers.hpp"
+
+#include <sched.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <new>
+#include <stdexcept>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
+#endif
+#if defined(__SANITIZE_THREAD__)
+#include <sanitizer/tsan_interface.h>
+#endif
+
+namespace uccl_ep::host {
+
+namespace {
+// Kernels keep small frames: the largest holds one row's accumulators. Sanitizers need more.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr size_t kStackBytes = 256 * 1024;
+#else
+constexpr size_t kStackBytes = 64 * 1024;
+#endif
+
+thread_local Block *current_block = nullptr;
+}  // namespace
+
+struct Block::Fiber {
+    ucontext_t context{};
+    void *stack = nullptr;
+    size_t stack_bytes = 0;
+    bool done = false;
+    bool blocked = false;  // at a barrier: not run until the barrier opens
+    void *fake_stack = nullptr;  // AddressSanitizer's, kept while another fiber runs
+    void *tsan = nullptr;
+
+    void allocate_stack() {
+        // One guard page below the stack: an overflow faults instead of corrupting a neighbour.
+        const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+        stack_bytes = kStackBytes + page;
+        stack = mmap(nullptr, stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_STACK, -1, 0);
+        if (stack == MAP_FAILED) {
+            stack = nullptr;
+            throw std::bad_alloc();
+        }
+        mprotect(stack, page, PROT_NONE);
+    }
+    ~Fiber() {
+        if (stack != nullptr) munmap(stack, stack_bytes);
+#if defined(__SANITIZE_THREAD__)
+        if (tsan != nullptr && stack != nullptr) __tsan_destroy_fiber(tsan);
+#endif
+    }
+};
+
+Block::Block(uint32_t index, uint32_t num_blocks, uint32_t num_warps, uint32_t num_lanes, size_t shared_bytes)
+    : index_(index), num_blocks_(num_blocks), num_warps_(num_warps), num_lanes_(num_lanes),
+      shared_(new std::byte[shared_bytes + 64]), warp_barriers_(num_warps), exchange_(num_warps * num_lanes),
+      scheduler_(new Fiber) {
+    fibers_.resize(size_t{num_warps} * num_lanes);
+    for (auto &fiber : fibers_) {
+        fiber = std::make_unique<Fiber>();
+        fiber->allocate_stack();
+    }
+}
+
+Block::~Block() = default;
+
+Block &Block::current() { return *current_block; }
+
+void Block::entry(uint32_t low, uint32_t high) {
+    Block *block = reinterpret_cast<Block *>((static_cast<uintptr_t>(high) << 32) | low);
+#if defined(__SANITIZE_ADDRESS__)
+    // Fiber 0 is the one that the scheduler enters: from it the bounds of the scheduler's stack are learnt.
+    const void *bottom = nullptr;
+    size_t size = 0;
+    __sanitizer_finish_switch_fiber(nullptr, &bottom, &size);
+    if (block->running_ == 0) {
+        block->scheduler_bottom_ = bottom;
+        block->scheduler_bytes_ = size;
+    }
+#endif
+    (*block->body_)();
+    block->fibers_[block->running_]->done = true;
+    block->progressed_ = true;
+    --block->alive_;
+    if (block->alive_ == 0) {
+        block->resume_scheduler();
+    } else {
+        block->yield();
+    }
+}
+
+void Block::run(const std::function<void()> &body) {
+    body_ = &body;
+    Block *const previous = current_block;
+    current_block = this;
+    if (fibers_.size() == 1) {  // a lone fiber needs no stack of its own
+        running_ = 0;
+        body();
+        current_block = previous;
+        return;
+    }
+    alive_ = static_cast<uint32_t>(fibers_.size());
+    const auto address = reinterpret_cast<uintptr_t>(this);
+    for (auto &fiber : fibers_) {
+        fiber->done = fiber->blocked = false;
+        getcontext(&fiber->context);
+        fiber->context.uc_stack.ss_sp = fiber->stack;
+        fiber->context.uc_stack.ss_size = fiber->stack_bytes;
+        fiber->context.uc_link = nullptr;
+        makecontext(&fiber->context, reinterpret_cast<void (*)()>(&Block::entry), 2, static_cast<uint32_t>(address),
+                    static_cast<uint32_t>(address >> 32));
+#if defined(__SANITIZE_THREAD__)
+        if (fiber->tsan == nullptr) fiber->tsan = __tsan_create_fiber(0);
+#endif
+    }
+#if defined(__SANITIZE_THREAD__)
+    scheduler_->tsan = __tsan_get_current_fiber();
+    __tsan_switch_to_fiber(fibers_[0]->tsan, 0);
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_start_switch_fiber(&scheduler_->fake_stack, fibers_[0]->stack, fibers_[0]->stack_bytes);
+#endif
+    running_ = 0;
+    swapcontext(&scheduler_->context, &fibers_[0]->context);
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_finish_switch_fiber(scheduler_->fake_stack, nullptr, nullptr);
+#endif
+    current_block = previous;
+}
+
+void Block::resume_scheduler() {
+#if defined(__SANITIZE_THREAD__)
+    __tsan_switch_to_fiber(scheduler_->tsan, 0);
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_start_switch_fiber(nullptr, scheduler_bottom_, scheduler_bytes_);
+#endif
+    setcontext(&scheduler_->context);
+}
+
+void Block::switch_to(uint32_t next) {
+    Fiber &from = *fibers_[running_];
+    Fiber &to = *fibers_[next];
+    running_ = next;
+#if defined(__SANITIZE_THREAD__)
+    __tsan_switch_to_fiber(to.tsan, 0);
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_start_switch_fiber(from.done ? nullptr : &from.fake_stack, to.stack, to.stack_bytes);
+#endif
+    if (from.done) {
+        setcontext(&to.context);
+    } else {
+        swapcontext(&from.context, &to.context);
+    }
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_finish_switch_fiber(from.fake_stack, nullptr, nullptr);
+#endif
+}
+
+void Block::yield() {
+    const uint32_t count = static_cast<uint32_t>(fibers_.size());
+    if (count == 1) {
+        sched_yield();
+        return;
+    }
+    uint32_t next = running_;
+    do {
+        next = next + 1 == count ? 0 : next + 1;
+        if (next == 0) {  // a full round
+            if (!progressed_) sched_yield();
+            progressed_ = false;
+        }
+    } while ((fibers_[next]->done || fibers_[next]->blocked) && next != running_);
+    if (next != running_) switch_to(next);
+}
+
+void Block::wait_at(Barrier &barrier, uint32_t expected) {
+    progressed_ = true;
+    if (++barrier.arrived == expected) {
+        barrier.arrived = 0;
+        ++barrier.generation;
+        const bool whole_block = &barrier == &block_barrier_;
+        const uint32_t first = whole_block ? 0 : warp() * num_lanes_;
+        for (uint32_t i = first; i < first + expected; ++i) fibers_[i]->blocked = false;
+        return;
+    }
+    const uint64_t generation = barrier.generation;
+    fibers_[running_]->blocked = true;
+    while (barrier.generation == generation) yield();
+}
+
+void Block::sync_warp() {
+    if (num_lanes_ > 1) wait_at(warp_barriers_[warp()], num_lanes_);
+}
+
+void Block::sync_block() {
+    if (fibers_.size() > 1) wait_at(block_barrier_, static_cast<uint32_t>(fibers_.size()));
+}
+
+bool Block::sync_block_all(bool predicate) {
+    if (fibers_.size() == 1) return predicate;
+    if (!predicate) vote_ = false;
+    sync_block();
+    const bool result = vote_;
+    sync_block();  // all have read it
+    if (running_ == 0) vote_ = true;
+    sync_block();  // nobody votes again before it is reset
+    return result;
+}
+
+}  // namespace uccl_ep::host

@@ -1,0 +1,83 @@
+// A block of the host backend: its warps and lanes are fibers on one operating-system thread.
+//
+// Kernels wait for each other (a warp for its lanes, a receiver for a peer), so each needs a stack of
+// its own; a wait runs the other fibers of the block, and gives the core away when none of them
+// could go on. Blocks are threads and run truly at once.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace uccl_ep::host {
+
+class Block {
+  public:
+    Block(uint32_t index, uint32_t num_blocks, uint32_t num_warps, uint32_t num_lanes, size_t shared_bytes);
+    ~Block();
+    Block(const Block &) = delete;
+    Block &operator=(const Block &) = delete;
+
+    // Runs `body` once on every fiber; returns when all have returned. A C++ exception must not
+    // leave `body`.
+    void run(const std::function<void()> &body);
+
+    // The block that the calling fiber belongs to.
+    static Block &current();
+
+    uint32_t index() const { return index_; }
+    uint32_t num_blocks() const { return num_blocks_; }
+    uint32_t num_warps() const { return num_warps_; }
+    uint32_t num_lanes() const { return num_lanes_; }
+    uint32_t warp() const { return running_ / num_lanes_; }
+    uint32_t lane() const { return running_ % num_lanes_; }
+    std::byte *shared() { return shared_.get(); }
+
+    // Let other fibers run; when a whole round passed without progress(), yield the core.
+    void yield();
+    void progress() { progressed_ = true; }
+
+    // Wait for all lanes of this warp, or for all fibers of the block.
+    void sync_warp();
+    void sync_block();
+    bool sync_block_all(bool predicate);
+
+    // 64 bits per lane, for exchanges inside a warp (each lane writes its own, then sync_warp).
+    uint64_t &exchange(uint32_t lane) { return exchange_[warp() * num_lanes_ + lane]; }
+
+  private:
+    struct Barrier {
+        uint32_t arrived = 0;
+        uint64_t generation = 0;
+    };
+    struct Fiber;
+
+    void wait_at(Barrier &barrier, uint32_t expected);
+    void switch_to(uint32_t next);
+    void resume_scheduler();
+    static void entry(uint32_t low, uint32_t high);
+
+    uint32_t index_;
+    uint32_t num_blocks_;
+    uint32_t num_warps_;
+    uint32_t num_lanes_;
+    uint32_t running_ = 0;
+    uint32_t alive_ = 0;
+    bool progressed_ = false;
+    bool vote_ = true;
+    const std::function<void()> *body_ = nullptr;
+    std::unique_ptr<std::byte[]> shared_;
+    std::vector<std::unique_ptr<Fiber>> fibers_;
+    std::vector<Barrier> warp_barriers_;
+    Barrier block_barrier_;
+    std::vector<uint64_t> exchange_;
+    std::unique_ptr<Fiber> scheduler_;
+    const void *scheduler_bottom_ = nullptr;  // AddressSanitizer only
+    size_t scheduler_bytes_ = 0;
+};
+
+}  // namespace uccl_ep::host

@@ -1,0 +1,49 @@
+// Runs a kernel's blocks on threads: the caller's, and a pool that lives as long as the launcher.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "fibers.hpp"
+#include "kernel_table.hpp"
+
+namespace uccl_ep::host {
+
+class Launcher {
+  public:
+    explicit Launcher(uint32_t num_lanes) : num_lanes_(num_lanes) {}
+    ~Launcher();
+    Launcher(const Launcher &) = delete;
+    Launcher &operator=(const Launcher &) = delete;
+
+    // Run `kernel` with `num_blocks` blocks of `num_warps` warps, each block on its own thread; block 0
+    // on the caller's. Returns when all have finished. One launch at a time.
+    void launch(const Kernel &kernel, const void *parameters, uint32_t num_blocks, uint32_t num_warps, size_t shared_bytes);
+
+  private:
+    using Shape = std::tuple<uint32_t, uint32_t, uint32_t, size_t>;  // index, blocks, warps, shared bytes
+
+    Block &block(uint32_t index, uint32_t num_blocks, uint32_t num_warps, size_t shared_bytes);
+    void work(uint32_t index);
+
+    uint32_t num_lanes_;
+    std::mutex launching_;
+    std::map<Shape, std::unique_ptr<Block>> blocks_;  // stacks are kept for the next launch of the same shape
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::vector<std::thread> threads_;
+    std::vector<Block *> assigned_;  // [thread]
+    const std::function<void()> *body_ = nullptr;
+    uint64_t round_ = 0;
+    uint32_t unfinished_ = 0;
+    bool stopping_ = false;
+};
+
+}  // namespace uccl_ep::host

@@ -1,0 +1,31 @@
+// Python's view of the host backend's native part; one module for each lane count and instruction set.
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "launcher.hpp"
+
+namespace py = pybind11;
+using namespace uccl_ep::host;
+
+PYBIND11_MODULE(UCCL_EP_HOST_MODULE, module) {
+    module.attr("num_lanes") = UCCL_EP_HOST_LANES;
+    py::class_<Launcher>(module, "Launcher")
+        .def(py::init([] { return std::make_unique<Launcher>(UCCL_EP_HOST_LANES); }))
+        .def(
+            "launch",
+            [](Launcher &launcher, const std::string &name, const std::string &parameters, uint32_t num_blocks,
+               uint32_t num_warps, size_t shared_bytes) {
+                const Kernel *kernel = find_kernel(name.c_str());
+                if (kernel == nullptr) throw py::key_error("no kernel is called " + name);
+                if (parameters.size() != kernel->parameter_bytes) {
+                    throw py::value_error(name + " takes " + std::to_string(kernel->parameter_bytes) +
+                                          " bytes of parameters, not " + std::to_string(parameters.size()));
+                }
+                const py::gil_scoped_release release;
+                launcher.launch(*kernel, parameters.data(), num_blocks, num_warps, shared_bytes);
+            },
+            py::arg("name"), py::arg("parameters"), py::arg("num_blocks"), py::arg("num_warps"),
+            py::arg("shared_bytes"));
+}
