@@ -1,16 +1,31 @@
-# Sourced in a guest: makes rxe0 and siw0. In a single guest rxe0 and rxe1 lie on the two ends of a
-# veth, so that their traffic crosses a link that netem can spoil; siw0 is on the loopback. With two
-# guests, both rxe0 and siw0 are on vec0, the link between the guests.
+# Sourced in a guest: makes rxe0 and siw0.
+#
+# One guest: rxe0 and rxe1 lie on the two ends of a veth, so that what they send each other crosses a
+# link that netem can spoil. siw0 lies on a dummy interface (not on the loop-back one, whose address
+# rdma_cm cannot resolve to a device).
+# Two guests: rxe0 and siw0 both lie on vec0, the link between the guests.
+wait_for() { # wait_for FILE PATTERN: at most two seconds until the file says so
+    local tries
+    for tries in {1..200}; do
+        grep -qs "$2" $1 && return 0
+        sleep 0.01
+    done
+    echo "devices.sh: $1 does not say $2 after 2 s" >&2
+    return 1
+}
+
 if [ -e /sys/class/net/vec0 ]; then
     peer=$((1 - NODE))
+    siw_on=vec0
     ip link set vec0 address "02:00:00:00:07:0$((NODE + 1))"
-    ip link set vec0 mtu 9000 # rxe's largest path MTU, 4096, needs a frame above 4096 bytes
     ip address add "10.7.0.$((NODE + 1))/24" dev vec0
     ip link set vec0 up
     ip neighbour replace "10.7.0.$((peer + 1))" lladdr "02:00:00:00:07:0$((peer + 1))" dev vec0
-    rdma link add rxe0 type rxe netdev vec0 && rdma link add siw0 type siw netdev vec0
+    rdma link add rxe0 type rxe netdev vec0 || return 1
 else
+    siw_on=dummy0
     ip link add veth0 mtu 9000 type veth peer name veth1 mtu 9000
+    sysctl -q -w net.ipv4.conf.all.rp_filter=0
     for end in 0 1; do
         # Both ends are in one network namespace: without these the kernel drops packets that come
         # in with one of its own addresses as the source.
@@ -18,11 +33,15 @@ else
         ip address add "10.9.0.$((end + 1))/32" dev "veth$end"
         ip link set "veth$end" up
     done
-    sysctl -q -w net.ipv4.conf.all.rp_filter=0
     for end in 0 1; do
         other=$((1 - end))
         ip neighbour replace "10.9.0.$((other + 1))" lladdr "$(cat /sys/class/net/veth$other/address)" dev "veth$end"
+        rdma link add "rxe$end" type rxe netdev "veth$end" || return 1
     done
-    rdma link add rxe0 type rxe netdev veth0 && rdma link add rxe1 type rxe netdev veth1 &&
-        rdma link add siw0 type siw netdev lo
+    ip address add 10.8.0.1/24 dev dummy0
+    ip link set dummy0 mtu 9000 up
 fi
+rdma link add siw0 type siw netdev $siw_on || return 1
+# The kernel fills the address tables a moment later; rdma_cm knows no device before.
+for device in /sys/class/infiniband/rxe*; do wait_for "$device/ports/1/gids/1" ffff || return 1; done
+wait_for /sys/class/infiniband/siw0/ports/1/state ACTIVE && wait_for /sys/class/infiniband/siw0/ports/1/gids/0 '[1-9a-f]'
