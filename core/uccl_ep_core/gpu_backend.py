@@ -104,6 +104,10 @@ class GpuBackend(abc.ABC):
         """Zeroed private memory of the device: counters, ring heads, kernel parameters."""
 
     @abc.abstractmethod
+    def copy_to_device(self, window: Window, data: bytes, offset: int = 0) -> None:
+        """Write bytes into a window of `allocate_device_memory`; done when it returns."""
+
+    @abc.abstractmethod
     def export_window(self, window: Window) -> bytes:
         """A handle with which a process of this host may import the window."""
 
