@@ -79,8 +79,8 @@ class Configuration:
         variables = os.environ if environment is None else environment
         given = {name: value for name, value in (overrides or {}).items() if value is not None}
         layers = _Layers()
-        shipped = shipped_plugins_toml()
-        layers.add_file(read_toml(shipped, "the shipped plugins.toml"), strict=False)
+        shipped = read_toml(shipped_plugins_toml(), "part of the package", "the shipped plugins.toml")
+        layers.add_file(shipped, strict=False)
         for origin, path in (("call argument config", given.pop("config", None)), *_config_variable(variables)):
             if path is not None:
                 layers.add_file(read_toml(path, origin), strict=True)

@@ -43,7 +43,7 @@ def kernels_directory() -> Path:
 class Table:
     """One table of a TOML file, which knows the line of each of its values."""
 
-    def __init__(self, content: dict[str, Any], path: tuple[str, ...], file: Path, lines: list[str]) -> None:
+    def __init__(self, content: dict[str, Any], path: tuple[str, ...], file: str, lines: list[str]) -> None:
         self._content, self._path, self._file, self._lines = content, path, file, lines
         self.origin = self._origin(path)
 
@@ -66,19 +66,23 @@ class Table:
 
     def _origin(self, path: tuple[str, ...]) -> str:
         line = _line_of(self._lines, path)
-        return f"file {self._file}, line {line}" if line else f"file {self._file}, {'.'.join(path)}"
+        return f"{self._file}, line {line}" if line else f"{self._file}, {'.'.join(path)}"
 
 
-def read_toml(path: str | Path, origin: str) -> Table:
+def read_toml(path: str | Path, origin: str, label: str = "") -> Table:
     """Parse a file.
 
+    Args:
+        origin: who named the file.
+        label: what origins of its values call it; "": its path.
+
     Raises:
-        ConfigurationError: it cannot be read or parsed; names ``origin``, which is who named the file.
+        ConfigurationError: it cannot be read or parsed; names ``origin``.
     """
     file = Path(path).expanduser()
     try:
         text = file.read_text(encoding="utf-8")
-        return Table(tomllib.loads(text), (), file, text.splitlines())
+        return Table(tomllib.loads(text), (), label or f"file {file}", text.splitlines())
     except OSError as error:
         raise ConfigurationError(f"configuration file {file} ({origin}) cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

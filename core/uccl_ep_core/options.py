@@ -17,9 +17,14 @@ FALSE_WORDS = ("0", "false", "no", "off")
 
 def nearest(word: str, valid: Iterable[str]) -> str:
     """The valid word that looks most like ``word``; "" where there is none at all."""
-    by_lower = {candidate.lower(): candidate for candidate in valid}
-    matches = difflib.get_close_matches(word.lower(), list(by_lower), n=1, cutoff=0.0)
-    return by_lower[matches[0]] if matches else ""
+    wanted = word.lower()
+
+    def likeness(candidate: str) -> float:
+        # Letters in order, and letters in any order: the latter finds swapped ones ("smh" is shm, not sim).
+        pairs = ((wanted, candidate.lower()), (sorted(wanted), sorted(candidate.lower())))
+        return sum(difflib.SequenceMatcher(None, one, other).ratio() for one, other in pairs)
+
+    return max(sorted(valid), key=likeness, default="")
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
@@ -67,7 +72,7 @@ def convert(option: Option, value: Any, name: str, origin: str) -> Any:
         raise ConfigurationError(f"{where}: {_expected(option)}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigurationError(f"{where}: {_expected(option)}; infinite and undefined numbers are refused")
-    if option.choices is not None and value not in option.choices:
+    if option.choices is not None and value not in option.choices and value != option.default:
         raise ConfigurationError(f"{where}: {did_you_mean(str(value), map(str, option.choices))}")
     if isinstance(value, (int, float)):
         if option.minimum is not None and value < option.minimum:
@@ -120,6 +125,7 @@ class General:
     pin_proxies: bool = _option(False, "bind each proxy thread to one core")
     log_level: str = _option("warning", "least level that is logged", choices=("debug", "info", "warning", "error"))
     trace: str = _option("", "file for a trace of all commands; empty: none")
+    cache_dir: str = _option("", "folder for compiled kernels; empty: uccl_ep in the user's cache folder")
 
     def __post_init__(self) -> None:
         if self.slot_bytes % 64:
@@ -141,4 +147,8 @@ SHARED_TRANSPORT_OPTIONS: dict[str, Option] = {
 }
 """What every transport takes besides its own `OPTIONS`; the first two default to the general value."""
 
-SHARED_BACKEND_OPTIONS: dict[str, Option] = {"device": Option("", "device by name; empty: that of the tensors")}
+SHARED_BACKEND_OPTIONS: dict[str, Option] = {
+    "cache_dir": GENERAL_OPTIONS["cache_dir"],
+    "device": Option("", "device by name; empty: that of the tensors"),
+}
+"""Likewise for GPU backends; the first defaults to the general value."""
