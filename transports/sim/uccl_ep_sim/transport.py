@@ -51,7 +51,7 @@ class SimTransport(Transport):
         "seed": Option(1, "equal seeds and equal posts meet equal fates", minimum=0),
         "bounce_bytes": Option(
             8 << 20,
-            "memory for the bytes of writes that complete before they are placed; with none free, a write completes late",
+            "bytes of writes that completed before they were placed; with no room, writes complete late",
             minimum=0,
             maximum=MAX_BOUNCE_BYTES,
         ),

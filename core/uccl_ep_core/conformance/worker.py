@@ -1,0 +1,81 @@
+"""One rank of the kit: ``python -m uccl_ep_core.conformance.worker FD``. Started by `group.Group` only."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from uccl_ep_core import registry
+from uccl_ep_core.errors import ConfigurationError
+from uccl_ep_core.transport import Transport
+
+from .checks import CHECKS
+from .context import Context, Stopped
+from .driver import PromiseBroken
+
+PR_SET_PDEATHSIG = 1
+
+
+def transport_class(name: str) -> type[Transport]:
+    """The transport of an entry point's name, or of ``module:Class``."""
+    if ":" not in name:
+        return registry.load(registry.TRANSPORTS, name)
+    module_name, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(f"transport {name!r} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Transport)):
+        raise ConfigurationError(f"transport {name!r} is no subclass of uccl_ep_core.transport.Transport")
+    return found
+
+
+def _run(connection: Connection, request: dict[str, Any]) -> tuple[str, str]:
+    check = CHECKS[request["check"]]
+    context = Context(
+        connection,
+        request["rank"],
+        request["size"],
+        request["seed"],
+        check.name,
+        transport_class(request["transport"]),
+        request["options"],
+        request["settings"],
+    )
+    try:
+        return "kept", check.run(context) or ""
+    except Stopped:
+        return "stopped", ""
+    except PromiseBroken as broken:
+        return "broken", str(broken)
+    except Exception as error:  # whatever a stranger's code raises is a result, not the end of the kit
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return "broken", f"{type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})"
+    finally:
+        context.close()
+
+
+def main() -> None:
+    """Serve requests until the parent goes away."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    connection = Connection(int(sys.argv[1]))
+    while True:
+        try:
+            request = connection.recv()
+        except EOFError:
+            return
+        try:
+            outcome, message = _run(connection, request)
+        except Exception as error:
+            outcome, message = "broken", f"close raised {type(error).__name__}: {error}"
+        connection.send(("done", outcome, message))
+
+
+if __name__ == "__main__":
+    main()
