@@ -7,7 +7,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 TESTS ?= tests
 PYTEST_ARGS ?=
 
@@ -78,7 +78,7 @@ native-test: $(VENV)/.environment  ## the native tests under the address, undefi
 
 build: $(VENV)/.environment  ## a wheel in dist/
 	@rm -rf dist
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps -w dist .
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-build-isolation --no-deps -w dist .
 	@ls dist/*.whl
 
 clean:  ## remove all that was built, .venv too
