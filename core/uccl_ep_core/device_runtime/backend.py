@@ -27,8 +27,7 @@ from .windows import (
     process_identity,
 )
 
-MAX_THREADS_PER_BLOCK = 1024
-"""What the kernels are compiled for; see UCCL_EP_KERNEL of the primitives."""
+_SHARED_ALIGNMENT = 128  # bytes; the staging behind a kernel's own shared memory starts aligned
 
 
 class RuntimeBackend(GpuBackend, abc.ABC):
@@ -87,8 +86,8 @@ class RuntimeBackend(GpuBackend, abc.ABC):
 
     @property
     def limits(self) -> KernelLimits:
-        threads = min(self.facts.max_threads_per_block, MAX_THREADS_PER_BLOCK)
-        return KernelLimits(self._max_blocks, threads // self.facts.warp_size, self.facts.warp_size)
+        warps = self.facts.max_threads_per_block // self.facts.warp_size
+        return KernelLimits(self._max_blocks, warps, self.facts.warp_size)
 
     def describe(self) -> Mapping[str, Any]:
         """Facts for ``uccl-ep info``."""
@@ -224,8 +223,10 @@ class RuntimeBackend(GpuBackend, abc.ABC):
             raise ArgumentError(f"warps_per_block = {warps_per_block}: must be 1 to {limits.max_warps_per_block}")
         if num_blocks < 1 or (cooperative and num_blocks > limits.max_blocks):
             raise ArgumentError(f"num_blocks = {num_blocks}: must be 1 to {limits.max_blocks}")
-        if shared_bytes > self.facts.max_shared_bytes:
-            raise ArgumentError(f"shared_bytes = {shared_bytes}: at most {self.facts.max_shared_bytes} on this device")
+        most_shared = self.facts.max_shared_bytes - self.facts.staging_bytes
+        if shared_bytes > most_shared:
+            raise ArgumentError(f"shared_bytes = {shared_bytes}: at most {most_shared} on this device")
+        shared_bytes = -(-shared_bytes // _SHARED_ALIGNMENT) * _SHARED_ALIGNMENT + self.facts.staging_bytes
         target = self.current_stream() if stream is None else stream
         threads = warps_per_block * limits.warp_size
         with self._driver.active(self.ordinal):

@@ -31,7 +31,9 @@ class DeviceFacts:
     Attributes:
         architecture: the name compilers know it by.
         unique_id: equal in every process that sees this device, whatever its ordinal there.
+        max_threads_per_block: what the kernels are compiled for, or the device's limit where that is less.
         max_shared_bytes: dynamic shared memory one block can be given.
+        staging_bytes: the part of it, at its end, that the primitives use for copies in every launch.
         cooperative: all blocks of a grid can be guaranteed to run at the same time.
         dmabuf: device memory can be exported as a dma-buf.
     """
@@ -45,6 +47,7 @@ class DeviceFacts:
     warp_size: int
     max_threads_per_block: int
     max_shared_bytes: int
+    staging_bytes: int
     cooperative: bool
     dmabuf: bool
 

@@ -1,4 +1,4 @@
-"""Finds the device sources and tells which file holds which kernel.
+"""Finds the device sources, and names the kernels they declare.
 
 The algorithm sources are one set for every backend; a backend adds the folder with its own
 ``primitives.hpp``. A kernel is declared by ``UCCL_EP_KERNEL(name, Parameters)`` at the start of a line.
@@ -15,9 +15,9 @@ from pathlib import Path
 
 from .. import files
 
+ENTRY = "kernels.hpp"
 _KERNEL = re.compile(r"^UCCL_EP_KERNEL\(\s*(\w+)\s*,", re.MULTILINE)
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
-_SUFFIXES = (".hpp", ".h", ".cpp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,16 +74,12 @@ class SourceTree:
         return cls(files.kernels_directory(), files.include_directory(), native)
 
     def units(self) -> list[Unit]:
-        """Every file that declares a kernel, by name. Empty where the sources are not installed."""
-        found = []
-        for path in sorted(self.kernels.glob("*.*")):
-            if path.suffix not in _SUFFIXES:
-                continue
-            text = path.read_text()
-            kernels = tuple(_KERNEL.findall(text))
-            if kernels:
-                found.append(Unit(path.stem, text, self._headers_of(path.name, text), kernels))
-        return found
+        """What to compile: one file, which includes all kernels behind the backend's primitives."""
+        path = self.kernels / ENTRY
+        text = path.read_text()
+        headers = self._headers_of(path.name, text)
+        names = [name for content in (text, *headers.values()) for name in _KERNEL.findall(content)]
+        return [Unit(path.stem, text, headers, tuple(sorted(names)))]
 
     def _headers_of(self, name: str, text: str) -> dict[str, str]:
         headers: dict[str, str] = {}

@@ -42,7 +42,6 @@ class CudaBackend(RuntimeBackend):
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "max_blocks": Option(0, "blocks of a launch at most; 0: one for each multiprocessor", minimum=0),
         "nvrtc": Option("", "path of libnvrtc; empty: that of torch's packages or of an installed toolkit"),
-        "cache_dir": Option("", "folder for compiled kernels; empty: $UCCL_EP_CACHE_DIR, else the user's cache"),
         "compile_timeout_s": Option(120.0, "seconds that compiling one file may take", minimum=1.0),
     }
 
@@ -75,7 +74,7 @@ class CudaBackend(RuntimeBackend):
         settings = {name: option.default for name, option in cls.OPTIONS.items()} | dict(options)
 
         def make_kernels(opened: Driver, facts: DeviceFacts) -> KernelTable:
-            directory = settings["cache_dir"]
+            directory = settings.get("cache_dir", "")
             images = UnitImages(
                 facts.architecture,
                 nvrtc_path=settings["nvrtc"],

@@ -22,8 +22,11 @@ from . import nvrtc
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 """What objects are built for ahead of time."""
 
-OPTIONS = ("-std=c++20", "-fmad=false", "--dopt=on", "--ptxas-options=-v")
+OPTIONS = ("-std=c++20", "-default-device", "-fmad=false", "--dopt=on", "--ptxas-options=-v")
 """-fmad=false: rounding is part of the contract, an fma is written where one is meant."""
+
+MAX_THREADS_PER_BLOCK = 384
+"""As in native/primitives.hpp."""
 
 _OBJECTS = Path(__file__).with_name("objects")
 _ARCHITECTURE = re.compile(r"sm_(\d+)(\d)$")
@@ -31,6 +34,12 @@ _ARCHITECTURE = re.compile(r"sm_(\d+)(\d)$")
 
 def source_tree() -> SourceTree:
     return SourceTree.of_package(str(Path(__file__).with_name("__init__.py")))
+
+
+def staging_bytes(architecture: str) -> int:
+    """As in native/staging.hpp."""
+    match = _ARCHITECTURE.match(architecture)
+    return 192 << 10 if match is not None and 9 <= int(match[1]) < 12 else 64 << 10
 
 
 def compile_unit(unit: Unit, architecture: str, compiler: CompilerLibrary, timeout_s: float) -> Compiled:

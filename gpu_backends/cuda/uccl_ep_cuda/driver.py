@@ -14,6 +14,7 @@ from uccl_ep_core.device_runtime import (
     Library,
 )
 
+from . import build
 from . import driver_api as api
 
 
@@ -86,8 +87,11 @@ class CudaDriver(Driver):
             pci_address=address.value.decode(),
             multiprocessors=self._attribute(device, api.ATTRIBUTE_MULTIPROCESSOR_COUNT),
             warp_size=self._attribute(device, api.ATTRIBUTE_WARP_SIZE),
-            max_threads_per_block=self._attribute(device, api.ATTRIBUTE_MAX_THREADS_PER_BLOCK),
+            max_threads_per_block=min(
+                build.MAX_THREADS_PER_BLOCK, self._attribute(device, api.ATTRIBUTE_MAX_THREADS_PER_BLOCK)
+            ),
             max_shared_bytes=self._attribute(device, api.ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
+            staging_bytes=build.staging_bytes(f"sm_{major}{minor}"),
             cooperative=bool(self._attribute(device, api.ATTRIBUTE_COOPERATIVE_LAUNCH)),
             dmabuf=dmabuf,
         )

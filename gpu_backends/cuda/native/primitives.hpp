@@ -1,0 +1,188 @@
+// The device primitives of the CUDA backend, for compute capability 8.0 and later. Names and meanings
+// are those of every backend (gpu_backends/host/native/primitives.hpp states them); what is said here
+// is how this one gives them. Compiler built-ins and inline PTX only: NVRTC has no header to include.
+#pragma once
+
+// Most threads of a block: leaves each 168 registers, which the largest kernel needs (make kernels).
+// uccl_ep_cuda/build.py has the same figure.
+#define UCCL_EP_MAX_THREADS 384
+
+#define UCCL_EP_DEVICE __device__ __forceinline__
+// An entry point: the parameter struct stays in constant memory, and a block sets up its staging first
+// and leaves nothing in flight, whichever way the body returns.
+#define UCCL_EP_KERNEL(name, Parameters)                                                           \
+    static __device__ __forceinline__ void name##_body(const Parameters &parameters);              \
+    extern "C" __global__ void __launch_bounds__(UCCL_EP_MAX_THREADS, 1)                           \
+        name(const __grid_constant__ Parameters parameters) {                                      \
+        ::uccl_ep::device::detail::begin_block();                                                  \
+        name##_body(parameters);                                                                   \
+        ::uccl_ep::device::detail::drain();                                                        \
+    }                                                                                              \
+    static __device__ __forceinline__ void name##_body(const Parameters &parameters)
+
+#include "uccl_ep/integers.hpp"
+
+#include "async_copy.hpp"
+#include "bulk_copy.hpp"
+#include "staging.hpp"
+#include "vector_copy.hpp"
+
+// nvcc parses this once for the CPU side, where there is no architecture and nothing is called.
+#ifndef __CUDA_ARCH__
+namespace uccl_ep::device::detail {
+__device__ void begin_block();
+__device__ void drain();
+__device__ uint64_t staged_copy(uint8_t *destination, const uint8_t *source, uint64_t bytes);
+}  // namespace uccl_ep::device::detail
+#endif
+
+namespace uccl_ep::device {
+
+inline constexpr uint32_t kWarpSize = 32;
+inline constexpr uint32_t kReduceElements = 8;  // 16 bytes of bf16
+using LaneMask = uint64_t;
+inline constexpr uint32_t kAllLanes = 0xffffffffu;
+
+// ---- where am I ----
+UCCL_EP_DEVICE uint32_t lane() { return detail::lane(); }
+UCCL_EP_DEVICE uint32_t warp_in_block() { return detail::warp_in_block(); }
+UCCL_EP_DEVICE uint32_t warps_per_block() { return detail::warps_per_block(); }
+UCCL_EP_DEVICE uint32_t block_index() { return blockIdx.x; }
+UCCL_EP_DEVICE uint32_t num_blocks() { return gridDim.x; }
+
+UCCL_EP_DEVICE uint8_t *shared_memory() { return detail::dynamic_shared(); }
+
+// ---- convergence. Copies of this warp are complete when it returns ----
+UCCL_EP_DEVICE void sync_warp() {
+    detail::drain();
+    __syncwarp();
+}
+UCCL_EP_DEVICE void sync_block() {
+    detail::drain();
+    __syncthreads();
+}
+
+// Whether all threads of the block say so.
+UCCL_EP_DEVICE bool sync_block_all(bool predicate) {
+    detail::drain();
+    return __syncthreads_and(predicate) != 0;
+}
+
+// ---- warp collectives ----
+UCCL_EP_DEVICE LaneMask ballot(bool predicate) { return __ballot_sync(kAllLanes, predicate); }
+
+template <class T>
+UCCL_EP_DEVICE T broadcast(T value, uint32_t source = 0) {
+    static_assert(sizeof(T) <= 8, "two shuffles carry 64 bits");
+    uint64_t bits = 0;
+    memcpy(&bits, &value, sizeof(T));
+    uint32_t low = static_cast<uint32_t>(bits), high = static_cast<uint32_t>(bits >> 32);
+    low = __shfl_sync(kAllLanes, low, source);
+    if constexpr (sizeof(T) > 4) high = __shfl_sync(kAllLanes, high, source);
+    bits = (uint64_t{high} << 32) | low;
+    T result;
+    memcpy(&result, &bits, sizeof(T));
+    return result;
+}
+
+UCCL_EP_DEVICE LaneMask match(uint32_t value) { return __match_any_sync(kAllLanes, value); }
+
+UCCL_EP_DEVICE float reduce_max(float value) {
+#pragma unroll
+    for (uint32_t distance = kWarpSize / 2; distance != 0; distance /= 2) {
+        const float other = __shfl_xor_sync(kAllLanes, value, distance);
+        value = other > value ? other : value;
+    }
+    return value;
+}
+
+UCCL_EP_DEVICE uint32_t population_count(LaneMask mask) { return __popcll(mask); }
+UCCL_EP_DEVICE uint32_t lowest_bit(LaneMask mask) { return __ffsll(static_cast<long long>(mask)) - 1; }
+UCCL_EP_DEVICE LaneMask lanes_below() {
+    uint32_t mask;
+    asm("mov.u32 %0, %%lanemask_lt;" : "=r"(mask));
+    return mask;
+}
+
+// ---- memory order ----
+UCCL_EP_DEVICE uint64_t load_acquire_system(const uint64_t *address) {
+    uint64_t value;
+    asm volatile("ld.acquire.sys.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
+}
+UCCL_EP_DEVICE uint64_t load_relaxed_system(const uint64_t *address) {
+    uint64_t value;
+    asm volatile("ld.relaxed.sys.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
+}
+UCCL_EP_DEVICE void store_release_system(uint64_t *address, uint64_t value) {
+    asm volatile("st.release.sys.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+UCCL_EP_DEVICE void store_relaxed_system(uint64_t *address, uint64_t value) {
+    asm volatile("st.relaxed.sys.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+UCCL_EP_DEVICE uint64_t load_acquire_device(const uint64_t *address) {
+    uint64_t value;
+    asm volatile("ld.acquire.gpu.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
+}
+UCCL_EP_DEVICE void store_release_device(uint64_t *address, uint64_t value) {
+    asm volatile("st.release.gpu.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+UCCL_EP_DEVICE uint64_t fetch_add_device(uint64_t *address, uint64_t value) {
+    uint64_t before;
+    asm volatile("atom.add.acq_rel.gpu.u64 %0, [%1], %2;" : "=l"(before) : "l"(address), "l"(value) : "memory");
+    return before;
+}
+UCCL_EP_DEVICE void add_device(int32_t *address, int32_t value) {
+    asm volatile("red.add.relaxed.gpu.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+// Also on pinned host memory: it is atomic among GPUs, and no CPU writes such a word while kernels run.
+UCCL_EP_DEVICE bool compare_exchange_system(uint64_t *address, uint64_t expected, uint64_t desired) {
+    uint64_t before;
+    asm volatile("atom.cas.acq_rel.sys.b64 %0, [%1], %2, %3;"
+                 : "=l"(before)
+                 : "l"(address), "l"(expected), "l"(desired)
+                 : "memory");
+    return before == expected;
+}
+UCCL_EP_DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// Two 16-byte stores: a vector store may be seen in halves, and each half says for itself if it is new.
+UCCL_EP_DEVICE void store_command(uint64_t *slot, const uint64_t *words) {
+    asm volatile("st.relaxed.sys.v2.u64 [%0], {%1, %2};" ::"l"(slot), "l"(words[0]), "l"(words[1]) : "memory");
+    asm volatile("st.relaxed.sys.v2.u64 [%0], {%1, %2};" ::"l"(slot + 2), "l"(words[2]), "l"(words[3]) : "memory");
+}
+
+// ---- waiting ----
+UCCL_EP_DEVICE uint64_t now_ns() {
+    uint64_t now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+}
+UCCL_EP_DEVICE void relax() { asm volatile("nanosleep.u32 16;"); }
+UCCL_EP_DEVICE void wait_ended() {}
+
+// ---- copies. Not inlined: kernels call it at dozens of places, and a call is nothing beside a copy ----
+static __device__ __noinline__ void copy(void *destination, const void *source, uint64_t bytes) {
+    auto *to = static_cast<uint8_t *>(destination);
+    const auto *from = static_cast<const uint8_t *>(source);
+    const uint64_t staged = detail::staged_copy(to, from, bytes);
+    detail::vector_copy(to + staged, from + staged, bytes - staged);
+}
+
+// ---- floating point ----
+UCCL_EP_DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
+UCCL_EP_DEVICE uint32_t float_to_bits(float value) { return __float_as_uint(value); }
+UCCL_EP_DEVICE float half_to_float(uint16_t bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+UCCL_EP_DEVICE uint16_t float_to_half(float value) {
+    uint16_t bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+}  // namespace uccl_ep::device

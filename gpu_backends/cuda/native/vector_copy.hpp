@@ -1,0 +1,63 @@
+// Copies by ordinary loads and stores of a warp: any address, any size, any memory.
+#pragma once
+
+#include "staging.hpp"
+
+namespace uccl_ep::device::detail {
+
+template <uint32_t kBytes>
+struct Piece;
+template <>
+struct alignas(16) Piece<16> {
+    uint32_t word[4];
+};
+template <>
+struct Piece<4> {
+    uint32_t word;
+};
+template <>
+struct Piece<1> {
+    uint8_t byte;
+};
+
+// Several loads of a lane are in flight before the first store, or each would cost a full latency.
+template <uint32_t kBytes>
+__device__ __forceinline__ void copy_pieces(uint8_t *destination, const uint8_t *source, uint64_t count) {
+    using P = Piece<kBytes>;
+    constexpr uint32_t kUnroll = 8;
+    auto *to = reinterpret_cast<P *>(destination);
+    const auto *from = reinterpret_cast<const P *>(source);
+    uint64_t i = lane();
+    for (; i + (kUnroll - 1) * 32 < count; i += kUnroll * 32) {
+        P pieces[kUnroll];
+#pragma unroll
+        for (uint32_t j = 0; j < kUnroll; ++j) pieces[j] = from[i + j * 32];
+#pragma unroll
+        for (uint32_t j = 0; j < kUnroll; ++j) to[i + j * 32] = pieces[j];
+    }
+    for (; i < count; i += 32) to[i] = from[i];
+}
+
+__device__ __forceinline__ void vector_copy(uint8_t *destination, const uint8_t *source, uint64_t bytes) {
+    const uint64_t to = reinterpret_cast<uint64_t>(destination), from = reinterpret_cast<uint64_t>(source);
+    const uint64_t difference = to ^ from;
+    if ((difference & 15) == 0) {
+        const uint64_t to_boundary = (16 - (to & 15)) & 15;
+        const uint64_t head = to_boundary < bytes ? to_boundary : bytes;
+        const uint64_t body = (bytes - head) & ~uint64_t{15};
+        copy_pieces<1>(destination, source, head);
+        copy_pieces<16>(destination + head, source + head, body / 16);
+        copy_pieces<1>(destination + head + body, source + head + body, bytes - head - body);
+    } else if ((difference & 3) == 0) {
+        const uint64_t to_boundary = (4 - (to & 3)) & 3;
+        const uint64_t head = to_boundary < bytes ? to_boundary : bytes;
+        const uint64_t body = (bytes - head) & ~uint64_t{3};
+        copy_pieces<1>(destination, source, head);
+        copy_pieces<4>(destination + head, source + head, body / 4);
+        copy_pieces<1>(destination + head + body, source + head + body, bytes - head - body);
+    } else {
+        copy_pieces<1>(destination, source, bytes);
+    }
+}
+
+}  // namespace uccl_ep::device::detail
