@@ -1,0 +1,92 @@
+"""How a group's ranks find each other before any of our own memory exists: the caller's own group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from uccl_ep_core.errors import ArgumentError, EPError, TransportError
+
+T = TypeVar("T")
+
+
+class Bootstrap(Protocol):
+    """Small exchanges among the ranks of a group; slow, and used at set-up only."""
+
+    rank: int
+    num_ranks: int
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's picklable value, by rank."""
+
+
+class TorchBootstrap:
+    """Through a torch.distributed group of any backend (gloo and NCCL both carry objects)."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.num_ranks = dist.get_world_size(group)
+        if self.rank < 0:
+            raise ArgumentError("this process is not a member of the group: create the Buffer on members only")
+
+    def all_gather(self, value: Any) -> list[Any]:
+        result: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(result, value, group=self._group)
+        return result
+
+
+class MpiBootstrap:
+    """Through an mpi4py communicator."""
+
+    def __init__(self, communicator: Any) -> None:
+        self._communicator = communicator
+        self.rank = communicator.Get_rank()
+        self.num_ranks = communicator.Get_size()
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return list(self._communicator.allgather(value))
+
+
+def make_bootstrap(group: Any, communicator: Any = None) -> Bootstrap:
+    """The bootstrap for what a `Buffer` was given.
+
+    Raises:
+        ArgumentError: neither a torch.distributed group nor an mpi4py communicator.
+    """
+    if group is not None:
+        if isinstance(group, dist.ProcessGroup):
+            return TorchBootstrap(group)
+        raise ArgumentError(f"group must be a torch.distributed process group, not {type(group).__name__}")
+    if communicator is not None:
+        if all(hasattr(communicator, name) for name in ("Get_rank", "Get_size", "allgather")):
+            return MpiBootstrap(communicator)
+        raise ArgumentError(f"comm must be an mpi4py communicator, not {type(communicator).__name__}")
+    if dist.is_available() and dist.is_initialized():
+        return TorchBootstrap(dist.group.WORLD)  # type: ignore[arg-type]
+    raise ArgumentError("no group: call torch.distributed.init_process_group first, or pass group= or comm=")
+
+
+def together(bootstrap: Bootstrap, stage: str, step: Callable[[], T]) -> T:
+    """Run a step of the set-up on every rank; when it fails on any, every rank raises.
+
+    The ranks on which it succeeded raise `TransportError` naming the rank that failed and its error, so
+    that none is left waiting for a peer that has given up.
+    """
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        result = step()
+    except Exception as caught:
+        error = caught
+    reports = bootstrap.all_gather(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        if isinstance(error, EPError):
+            raise error
+        raise TransportError(f"{stage} failed on rank {bootstrap.rank}: {type(error).__name__}: {error}") from error
+    for rank, report in enumerate(reports):
+        if report is not None:
+            raise TransportError(f"{stage} failed on rank {rank}: {report}")
+    return result  # type: ignore[return-value]

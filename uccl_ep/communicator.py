@@ -1,0 +1,424 @@
+"""One communicator a buffer: windows, domains, transport, proxies, and the launch of kernels.
+
+Both public faces (`Buffer` and `ElasticBuffer`) are adapters over it; the operations themselves are in
+`uccl_ep.high_throughput` and `uccl_ep.low_latency`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import socket
+import struct
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from uccl_ep_core import _native, ordering
+from uccl_ep_core.config import Configuration
+from uccl_ep_core.errors import (
+    ArgumentError,
+    BufferClosedError,
+    CapabilityError,
+    ConfigurationError,
+    EPError,
+)
+from uccl_ep_core.gpu_backend import GpuBackend, Window
+from uccl_ep_core.kernel_parameters import BarrierParameters, Group, KernelStatus, LayoutStruct
+from uccl_ep_core.transport import Transport
+
+from .bootstrap import Bootstrap, together
+from .domains import ranks_per_domain, reachable_ranks
+from .failures import peer_failure
+from .low_latency_capacity import LowLatencyCapacity
+
+logger = logging.getLogger("uccl_ep")
+
+RINGS_PER_PROXY = 4
+COUNTER_KINDS = 11  # Counter::kCount of core/kernels/counters.hpp
+
+
+def _boot_identity() -> str:
+    """The same for two processes of one boot of one host: those can at least try shared memory."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+class _Resources:
+    """What must be released, in order, exactly once, also when the process just exits."""
+
+    def __init__(self) -> None:
+        self.windows: list[Window] = []
+        self.transport: Transport | None = None
+        self.engine: Any = None
+        self.monitor: Any = None
+        self.control: Window | None = None
+        self.backend: GpuBackend | None = None
+
+    def close(self) -> None:
+        if self.control is not None:
+            # Peers that still wait for this rank learn that it left on purpose.
+            closed = ctypes.c_uint64.from_address(self.control.memory.pointer + 16)
+            closed.value = 1
+            self.control = None
+        if self.engine is not None:
+            self.engine.stop(2.0)
+            self.engine = None
+        if self.monitor is not None:
+            self.monitor.stop()
+            self.monitor = None
+        if self.transport is not None:
+            self.transport.close()
+            self.transport = None
+        while self.windows:
+            self.windows.pop().close()
+        if self.backend is not None:
+            self.backend.close()
+            self.backend = None
+
+
+class Communicator:
+    """The ranks of one group, connected.
+
+    Collective: every rank of the group constructs it, with equal options. A failure on one rank raises
+    on all.
+
+    Args:
+        bootstrap: the group.
+        torch_device: where the caller's tensors are; chooses the GPU backend where none is named.
+        low_latency_bytes: size of the low-latency part, as from `LowLatencyCapacity.hint`; 0: none.
+        overrides: configuration given in the call (highest precedence).
+    """
+
+    def __init__(
+        self,
+        bootstrap: Bootstrap,
+        torch_device: torch.device,
+        low_latency_bytes: int = 0,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.bootstrap = bootstrap
+        self.rank = bootstrap.rank
+        self.num_ranks = bootstrap.num_ranks
+        self._failure: EPError | None = None
+        self._closed = False
+        self._operation = 0
+        self._calls: dict[str, int] = {}
+        resources = self._resources = _Resources()
+        self._finalizer = weakref.finalize(self, resources.close)
+        try:
+            self._set_up(torch_device, low_latency_bytes, overrides)
+        except BaseException:
+            self._finalizer()
+            raise
+
+    # ---- set-up ----
+
+    def _set_up(
+        self, torch_device: torch.device, low_latency_bytes: int, overrides: Mapping[str, Any] | None
+    ) -> None:
+        bootstrap, resources = self.bootstrap, self._resources
+
+        def configure() -> Any:
+            if self.num_ranks > _native.MAX_RANKS:
+                raise CapabilityError(f"{self.num_ranks} ranks: at most {_native.MAX_RANKS} are supported")
+            configuration = Configuration.resolve(overrides)
+            selection = configuration.select_gpu_backend(torch_device)
+            return configuration, selection, selection.plugin.open(selection.device, selection.options)
+
+        self.configuration, self._backend_selection, self.backend = together(bootstrap, "opening the GPU backend", configure)
+        resources.backend = self.backend
+        general = self.general = self.configuration.general
+        logger.setLevel(general.log_level.upper())
+        self._agree_on_options(low_latency_bytes)
+        self._one_host = len(set(bootstrap.all_gather(_boot_identity()))) == 1
+        self.num_channels = min(bootstrap.all_gather(min(general.num_channels, self.backend.limits.max_blocks)))
+
+        self.reachable = reachable_ranks(bootstrap, self.backend)
+        self.ranks_per_domain = ranks_per_domain(self.reachable, general.domain_size)
+        self.num_domains = self.num_ranks // self.ranks_per_domain
+        first = self.rank // self.ranks_per_domain * self.ranks_per_domain
+        self.domain_ranks = range(first, first + self.ranks_per_domain)
+        remote = [rank for rank in range(self.num_ranks) if rank not in self.domain_ranks]
+
+        if remote:
+            together(bootstrap, "opening the transport", self._open_transport)
+        self.capacity = LowLatencyCapacity.of(low_latency_bytes, self.num_ranks, remote=bool(remote))
+        self.layout = _native.Layout(
+            self.num_ranks,
+            self.ranks_per_domain,
+            self.num_channels,
+            general.num_slots,
+            general.slot_bytes,
+            self.capacity.dispatch_bytes,
+            self.capacity.combine_bytes,
+            self.capacity.outbox_bytes,
+            bool(remote),
+        )
+        together(bootstrap, "allocating windows", lambda: self._allocate(bool(remote)))
+        peers = bootstrap.all_gather(
+            (
+                self.backend.export_window(self.data),
+                self.backend.export_window(self.control),
+                _native.PeerMonitor.identity(),
+            )
+        )
+        together(bootstrap, "importing windows of the scale-up domain", lambda: self._import(peers))
+        identities = [identity if rank != self.rank else b"" for rank, (_, _, identity) in enumerate(peers)]
+        self.verdicts = _native.Verdicts(
+            self.rank,
+            self.layout,
+            self.control.memory.pointer,
+            [0 if window is None else window.memory.pointer for window in self._peer_control],
+        )
+        if remote:
+            addresses = bootstrap.all_gather(
+                together(bootstrap, "registering windows with the transport", self._register)
+            )
+            together(bootstrap, "connecting the transport", lambda: self._connect(addresses, remote))
+        self._monitor = resources.monitor = _native.PeerMonitor(
+            self.verdicts, identities, min(5.0, max(general.timeout_s, 0.05))
+        )
+        self._monitor.start()
+        together(bootstrap, "starting", lambda: None)  # nobody writes before all are ready
+        logger.info("rank %d of %d: %s", self.rank, self.num_ranks, self.describe())
+
+    def _agree_on_options(self, low_latency_bytes: int) -> None:
+        general = self.general
+        mine = {
+            "slot_bytes": general.slot_bytes,
+            "num_slots": general.num_slots,
+            "num_proxies": general.num_proxies,
+            "domain_size": general.domain_size,
+            "num_rdma_bytes": low_latency_bytes,
+            "gpu_backend": self._backend_selection.name,
+            "transport": general.transport,
+            "plan": general.plan,
+        }
+        everyone = self.bootstrap.all_gather(mine)
+        for name in mine:
+            values = [other[name] for other in everyone]
+            if any(value != values[0] for value in values):
+                odd = next(rank for rank, value in enumerate(values) if value != values[0])
+                raise ConfigurationError(
+                    f"{name} differs between ranks: {values[0]!r} on rank 0, {values[odd]!r} on rank {odd}; "
+                    "give every rank the same value"
+                )
+
+    def _open_transport(self) -> None:
+        self._transport_selection = selection = self.configuration.select_transport(one_host=self._one_host)
+        self.transport = self._resources.transport = selection.plugin.open(selection.device, selection.options)
+        capabilities = self.transport.capabilities
+        self.plan = ordering.choose_plan(capabilities, str(selection.options.get("plan", self.general.plan)))
+        if self.general.num_proxies > capabilities.lanes:
+            raise CapabilityError(
+                f"num_proxies = {self.general.num_proxies}: transport {selection.name} has at most {capabilities.lanes} lanes"
+            )
+
+    def _allocate(self, remote: bool) -> None:
+        backend, windows = self.backend, self._resources.windows
+        device_memory = remote and self.transport.capabilities.device_memory
+        data_bytes = self.layout.data_bytes()
+        if data_bytes > _native.MAX_WINDOW_BYTES:
+            raise CapabilityError(
+                f"a data window of {data_bytes} bytes: at most {_native.MAX_WINDOW_BYTES}; use a smaller "
+                "num_rdma_bytes, slot_bytes or num_slots"
+            )
+        self.data = backend.allocate_data_window(data_bytes, for_transport=remote, device_memory=device_memory)
+        windows.append(self.data)
+        self.control = backend.allocate_host_window(self.layout.control_bytes())
+        windows.append(self.control)
+        self._resources.control = self.control
+        self._status = backend.allocate_host_window(4096)
+        windows.append(self._status)
+        stride = max(self.num_ranks * self.num_channels, 16)
+        self._counters = backend.allocate_device_memory(COUNTER_KINDS * stride * 8)
+        windows.append(self._counters)
+        self.channel = None
+        self.num_rings = 0
+        self._ring_views = None
+        if remote:
+            self.num_rings = self.general.num_proxies * RINGS_PER_PROXY
+            capacity = self.general.ring_capacity
+            rings = backend.allocate_host_window(_native.Channel.host_bytes(self.num_rings, capacity))
+            windows.append(rings)
+            state = backend.allocate_device_memory(_native.Channel.state_bytes(self.num_rings))
+            windows.append(state)
+            self.channel = _native.Channel(
+                self.num_rings, capacity, rings.memory.pointer, rings.device_pointer, state.device_pointer
+            )
+            views = self.channel.views()
+            self._ring_views = backend.allocate_device_memory(len(views))
+            windows.append(self._ring_views)
+            backend.copy_to_device(self._ring_views, views)
+
+    def _import(self, peers: list[tuple[bytes, bytes, bytes]]) -> None:
+        backend, windows = self.backend, self._resources.windows
+        self._peer_data: list[Window | None] = [None] * self.num_ranks
+        self._peer_control: list[Window | None] = [None] * self.num_ranks
+        for rank in self.domain_ranks:
+            if rank == self.rank:
+                self._peer_data[rank], self._peer_control[rank] = self.data, self.control
+                continue
+            for handle, table in ((peers[rank][0], self._peer_data), (peers[rank][1], self._peer_control)):
+                window = backend.import_window(handle)
+                windows.append(window)
+                table[rank] = window
+        pointers = [0 if window is None else window.device_pointer for window in self._peer_data + self._peer_control]
+        self._pointers = backend.allocate_device_memory(8 * len(pointers))
+        windows.append(self._pointers)
+        backend.copy_to_device(self._pointers, struct.pack(f"<{len(pointers)}Q", *pointers))
+
+    def _register(self) -> bytes:
+        for number, window in enumerate((self.data, self.control)):
+            region = self.transport.register(window.memory)
+            if region != number:
+                raise CapabilityError(
+                    f"transport {self._transport_selection.name} numbered region {number} as {region}: "
+                    "register() must count from 0"
+                )
+        return self.transport.address()
+
+    def _connect(self, addresses: list[bytes], remote: list[int]) -> None:
+        from uccl_ep_core.engine import make_engine
+
+        general = self.general
+        self.transport.connect(self.rank, addresses, remote, general.num_proxies, general.timeout_s)
+        engine = make_engine(
+            rank=self.rank,
+            layout=self.layout,
+            data_pointer=self.data.memory.pointer,
+            control_pointer=self.control.memory.pointer,
+            transport=self.transport,
+            plan=self.plan.name,
+            remote_peers=remote,
+            channel=self.channel,
+            verdicts=self.verdicts,
+            general=general,
+        )
+        self._resources.engine = self.engine = engine
+        engine.start()
+
+    # ---- use ----
+
+    def group_struct(self, count: bool = True) -> Group:
+        """The `Group` that kernels are given, for the next operation.
+
+        Args:
+            count: number a new operation; False for a kernel that goes on with the last one.
+        """
+        if count:
+            self._operation += 1
+        raw = self.layout.to_bytes()
+        pointer_bytes = 8 * self.num_ranks
+        return Group(
+            layout=LayoutStruct.from_buffer_copy(raw),
+            rank=self.rank,
+            num_rings=self.num_rings,
+            timeout_ns=int(self.general.timeout_s * 1e9),
+            data=self.data.device_pointer,
+            control=self.control.device_pointer,
+            peer_data=self._pointers.device_pointer,
+            peer_control=self._pointers.device_pointer + pointer_bytes,
+            rings=0 if self._ring_views is None else self._ring_views.device_pointer,
+            counters=self._counters.device_pointer,
+            status=self._status.device_pointer,
+            operation=self._operation,
+        )
+
+    def launch(
+        self, kernel: str, parameters: ctypes.Structure, *, num_blocks: int = 1, warps: int = 1, shared_bytes: int = 0
+    ) -> None:
+        """Run a kernel and raise what went wrong in it."""
+        self._calls[kernel] = self._calls.get(kernel, 0) + 1
+        self.backend.launch(
+            kernel, bytes(parameters), num_blocks=num_blocks, warps_per_block=warps, shared_bytes=shared_bytes
+        )
+        self.check()
+
+    def ensure_usable(self) -> None:
+        """Raise when the buffer was destroyed, or an earlier failure closed it."""
+        if self._failure is not None:
+            raise BufferClosedError(f"this buffer was closed by an earlier failure: {self._failure}") from self._failure
+        if self._closed:
+            raise BufferClosedError("this buffer was destroyed: create a new one")
+        self.check()
+
+    def check(self) -> None:
+        """Raise the failure of this group, if there is one; it is the same on all surviving ranks.
+
+        Raises:
+            PeerFailure: naming the rank at fault; the buffer is closed to further use.
+        """
+        if not self.verdicts.aborted():
+            return
+        status = KernelStatus.from_address(self._status.memory.pointer)
+        detail: tuple[int, ...] = ()
+        if status.failed:
+            mine = status.verdict
+            self.verdicts.report(
+                mine.culprit,
+                mine.reason,
+                mine.phase,
+                signal=mine.signal,
+                expected=mine.expected,
+                seen=mine.seen,
+                operation=mine.operation,
+                elapsed_ns=mine.elapsed_ns,
+            )
+            detail = tuple(status.detail)
+        verdict = self.verdicts.agree(min(1.0, self.general.timeout_s / 10))
+        words = self.engine.error() if self._resources.engine is not None else ""
+        if verdict is None:
+            self._failure = EPError("the group was aborted without a verdict" + (f": {words}" if words else ""))
+        else:
+            own = detail if verdict.reporter == self.rank else ()
+            self._failure = peer_failure(verdict, self.rank, own, words)
+        raise self._failure
+
+    def barrier(self) -> None:
+        """Wait until every rank is here; raises like any operation."""
+        self.ensure_usable()
+        self.launch("uccl_ep_barrier", BarrierParameters(group=self.group_struct()))
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the start: kernels launched by name, and what the proxies did."""
+        result: dict[str, Any] = {"operations": self._operation, "launches": dict(self._calls)}
+        if self._resources.engine is not None:
+            result["engine"] = self.engine.stats()
+        return result
+
+    def describe(self) -> dict[str, Any]:
+        """Which plugins were chosen and why, the ordering plan, and the domains."""
+        backend = self._backend_selection
+        result: dict[str, Any] = {
+            "gpu_backend": {"name": backend.name, "reason": backend.reason},
+            "domains": {
+                "num_domains": self.num_domains,
+                "ranks_per_domain": self.ranks_per_domain,
+                "reason": "the ranks that could import each other's memory"
+                + (f", at most {self.general.domain_size}" if self.general.domain_size else ""),
+            },
+        }
+        if self.num_domains > 1:
+            transport = self._transport_selection
+            result["transport"] = {"name": transport.name, "reason": transport.reason, **self.transport.describe()}
+            result["plan"] = {"name": self.plan.name, "reason": self.plan.reason}
+        else:
+            result["transport"] = {"name": None, "reason": "all ranks are in one scale-up domain"}
+            result["plan"] = {"name": None, "reason": "kernels store into peers' memory and release their own signals"}
+        return result
+
+    def require(self, condition: bool, message: str) -> None:
+        if not condition:
+            raise ArgumentError(message)
+
+    def close(self) -> None:
+        """Release everything; not collective, may be called twice."""
+        self._closed = True
+        self._finalizer()

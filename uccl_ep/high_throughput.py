@@ -1,0 +1,441 @@
+"""High-throughput operations of a communicator: layout, dispatch, combine."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+
+import torch
+
+from uccl_ep_core.errors import ArgumentError, HandleError
+from uccl_ep_core.kernel_parameters import (
+    CombineParameters,
+    DispatchParameters,
+    DispatchShape,
+    NotifyParameters,
+    RoutingParameters,
+)
+
+from .communicator import Communicator
+from .tensors import (
+    check_experts,
+    check_matrix,
+    check_reducible,
+    check_rows,
+    check_topk_idx,
+    check_topk_weights,
+    pointer,
+    round_up,
+)
+
+SLOT_OVERHEAD = 64 + 3 * 16 + 64  # bytes of a slot that are not rows, at most (DispatchRows::capacity)
+RAIL_MASK_BYTES = 16
+REDUCER_STATE_BYTES = 24  # sizeof(IncomingRows) of core/kernels/combine.hpp
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DispatchHandle:
+    """What a dispatch decided: an immutable snapshot, usable any number of times while its buffer lives.
+
+    Attributes:
+        rounding: the tree in which `combine` sums: ``"v1"``, in rank order, biases first.
+        num_tokens: tokens this rank dispatched.
+        num_received: rows this rank received.
+        num_experts: of the whole group.
+        is_token_in_rank: bool [num_tokens, num_ranks].
+        receive_source: int32 [num_received], each row's token index on its source rank.
+        receive_offset: int32 [num_ranks * num_channels + 1], first row of each source rank and channel.
+    """
+
+    owner: weakref.ref[Communicator]
+    num_tokens: int
+    num_received: int
+    num_experts: int
+    num_topk: int
+    is_token_in_rank: torch.Tensor
+    send_rows: torch.Tensor
+    rail_send_rows: torch.Tensor
+    receive_rows: torch.Tensor
+    receive_offset: torch.Tensor
+    rail_rows: torch.Tensor
+    receive_source: torch.Tensor
+    rounding: str = "v1"
+
+    def source_ranks(self, num_ranks: int) -> torch.Tensor:
+        """int64 [num_received]: the source rank of each received row."""
+        rows = self.receive_rows.view(num_ranks, -1).sum(1)
+        return torch.repeat_interleave(torch.arange(num_ranks, device=rows.device), rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatched:
+    """Output of a dispatch; the tensors belong to the caller.
+
+    Attributes:
+        x: [rows, hidden], rows in the order (source rank, token index there).
+        scales: [rows, columns] as given, or None.
+        topk_idx: [rows, topk] local expert indices, -1 elsewhere; None for a cached dispatch.
+        topk_weights: float32 [rows, topk], 0 where -1; None where none were given.
+        expert_rows: rows of each local expert, unaligned; None for a cached dispatch.
+    """
+
+    x: torch.Tensor
+    scales: torch.Tensor | None
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    expert_rows: list[int] | None
+    handle: DispatchHandle
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where tokens go: int32 [num_ranks], int32 [num_domains] or None, int32 [num_experts], bool [num_tokens, num_ranks]."""
+
+    num_tokens_per_rank: torch.Tensor
+    num_tokens_per_domain: torch.Tensor | None
+    num_tokens_per_expert: torch.Tensor
+    is_token_in_rank: torch.Tensor
+
+
+def get_layout(communicator: Communicator, topk_idx: torch.Tensor, num_experts: int) -> Layout:
+    """Count where tokens go. No communication.
+
+    Raises:
+        ArgumentError: a wrong dtype, shape or expert count, with what would do.
+    """
+    device = communicator.backend.torch_device
+    check_experts(num_experts, communicator.num_ranks)
+    topk_idx = check_topk_idx(topk_idx, device, num_experts)
+    num_tokens, num_topk = topk_idx.shape
+    ranks = communicator.num_ranks
+    per_rank = torch.zeros(ranks, dtype=torch.int32, device=device)
+    per_expert = torch.zeros(num_experts, dtype=torch.int32, device=device)
+    in_rank = torch.empty((num_tokens, ranks), dtype=torch.bool, device=device)
+    communicator.launch(
+        "uccl_ep_routing",
+        RoutingParameters(
+            topk_idx=pointer(topk_idx),
+            index_bytes=topk_idx.element_size(),
+            num_tokens=num_tokens,
+            num_topk=num_topk,
+            num_experts=num_experts,
+            num_ranks=ranks,
+            num_tokens_per_rank=pointer(per_rank),
+            num_tokens_per_expert=pointer(per_expert),
+            is_token_in_rank=pointer(in_rank),
+        ),
+    )
+    per_domain = None
+    if communicator.num_domains > 1:
+        domains = in_rank.view(num_tokens, communicator.num_domains, communicator.ranks_per_domain).any(2)
+        per_domain = domains.sum(0, dtype=torch.int32)
+    return Layout(per_rank, per_domain, per_expert, in_rank)
+
+
+def _shape(
+    communicator: Communicator, x: torch.Tensor, scales: torch.Tensor | None, num_topk: int, num_experts: int
+) -> DispatchShape:
+    row_bytes = x.shape[1] * x.element_size()
+    scale_bytes = 0 if scales is None else scales.shape[1] * scales.element_size()
+    needed = row_bytes + scale_bytes + num_topk * 8 + 4 + RAIL_MASK_BYTES + SLOT_OVERHEAD
+    if needed > communicator.general.slot_bytes:
+        raise ArgumentError(
+            f"a token of {row_bytes + scale_bytes} bytes does not fit a slot of {communicator.general.slot_bytes} bytes: "
+            f"set slot_bytes (UCCL_EP_SLOT_BYTES) to at least {round_up(needed, 64)}"
+        )
+    return DispatchShape(row_bytes, scale_bytes, num_topk, num_experts)
+
+
+def _check_payload(
+    communicator: Communicator, x: torch.Tensor, scales: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    device = communicator.backend.torch_device
+    x = check_matrix("x", x, device)
+    if x.shape[1] == 0:
+        raise ArgumentError("x has hidden size 0: at least 1 is needed")
+    if scales is not None:
+        scales = check_matrix("scales", scales, device)
+        check_rows("scales", scales, x.shape[0], "x")
+    return x, scales
+
+
+def _grid(communicator: Communicator, roles: int) -> dict[str, int]:
+    """Blocks and warps so that every role of every channel has a warp: roles wait for each other."""
+    limits = communicator.backend.limits
+    warps = min(roles, limits.max_warps_per_block)
+    blocks_per_channel = -(-roles // warps)
+    blocks = blocks_per_channel * communicator.num_channels
+    if blocks > limits.max_blocks:
+        raise ArgumentError(
+            f"{communicator.num_channels} channels with {roles} roles need {blocks} blocks at once, but the device runs "
+            f"{limits.max_blocks}: set num_channels (UCCL_EP_NUM_CHANNELS) to at most "
+            f"{max(1, limits.max_blocks // blocks_per_channel)}"
+        )
+    return {"num_blocks": blocks, "warps": warps}
+
+
+def dispatch(
+    communicator: Communicator,
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    topk_idx: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    is_token_in_rank: torch.Tensor,
+    num_tokens_per_expert: torch.Tensor,
+    num_worst_tokens: int = 0,
+) -> Dispatched:
+    """Send tokens to the ranks of their experts. Collective.
+
+    Args:
+        x: [num_tokens, hidden] of any dtype; moved, not computed with.
+        scales: [num_tokens, columns], travels with x.
+        topk_idx: int32 or int64 [num_tokens, topk], or None.
+        topk_weights: float32 like topk_idx, or None.
+        is_token_in_rank, num_tokens_per_expert: as from `get_layout`.
+        num_worst_tokens: make the outputs this many rows long (their tail has index -1) and return no counts.
+
+    Raises:
+        ArgumentError: before any communication.
+        PeerFailure: a rank failed.
+    """
+    communicator.ensure_usable()
+    device, ranks = communicator.backend.torch_device, communicator.num_ranks
+    x, scales = _check_payload(communicator, x, scales)
+    num_experts = num_tokens_per_expert.numel()
+    check_experts(num_experts, ranks)
+    is_token_in_rank = check_matrix("is_token_in_rank", is_token_in_rank, device, ranks)
+    check_rows("is_token_in_rank", is_token_in_rank, x.shape[0], "x")
+    if is_token_in_rank.dtype != torch.bool:
+        raise ArgumentError(f"is_token_in_rank is {is_token_in_rank.dtype}: use bool")
+    if num_tokens_per_expert.dtype != torch.int32:
+        raise ArgumentError(f"num_tokens_per_expert is {num_tokens_per_expert.dtype}: use int32")
+    num_topk = 0
+    if topk_idx is not None:
+        topk_idx = check_topk_idx(topk_idx, device, num_experts)
+        check_rows("topk_idx", topk_idx, x.shape[0], "x")
+        num_topk = topk_idx.shape[1]
+        if topk_weights is not None:
+            topk_weights = check_topk_weights(topk_weights, topk_idx.shape, device)
+    elif topk_weights is not None:
+        raise ArgumentError("topk_weights was given without topk_idx: give both, or neither")
+    shape = _shape(communicator, x, scales, num_topk, num_experts)
+    grid = _grid(communicator, _roles(communicator))
+
+    channels = communicator.num_channels
+    counts = torch.zeros((4, ranks * channels + 1), dtype=torch.int32, device=device)
+    send_rows, rail_send_rows, receive_rows, rail_rows = (
+        counts[0, : ranks * channels],
+        counts[1, : communicator.num_domains * channels],
+        counts[2, : ranks * channels],
+        counts[3, : communicator.num_domains * channels],
+    )
+    receive_offset = torch.zeros(ranks * channels + 1, dtype=torch.int32, device=device)
+    expert_rows = torch.zeros(num_experts // ranks, dtype=torch.int32, device=device)
+    in_rank = is_token_in_rank.clone()  # the handle outlives the caller's tensor, which may be changed
+    communicator.launch(
+        "uccl_ep_notify",
+        NotifyParameters(
+            group=communicator.group_struct(),
+            shape=shape,
+            is_token_in_rank=pointer(in_rank),
+            num_tokens_per_expert=pointer(num_tokens_per_expert.contiguous()),
+            num_tokens=x.shape[0],
+            send_rows=pointer(send_rows),
+            rail_send_rows=pointer(rail_send_rows),
+            receive_rows=pointer(receive_rows),
+            receive_offset=pointer(receive_offset),
+            rail_rows=pointer(rail_rows),
+            expert_rows=pointer(expert_rows),
+        ),
+    )
+    num_received = int(receive_offset[-1])
+    rows = num_received
+    if num_worst_tokens:
+        if num_received > num_worst_tokens:
+            # Everybody else goes on with this operation, so it must be finished before this rank can complain.
+            rows = num_received
+        else:
+            rows = num_worst_tokens
+    handle = DispatchHandle(
+        owner=weakref.ref(communicator),
+        num_tokens=x.shape[0],
+        num_received=num_received,
+        num_experts=num_experts,
+        num_topk=num_topk,
+        is_token_in_rank=in_rank,
+        send_rows=send_rows,
+        rail_send_rows=rail_send_rows,
+        receive_rows=receive_rows,
+        receive_offset=receive_offset,
+        rail_rows=rail_rows,
+        receive_source=torch.empty(num_received, dtype=torch.int32, device=device),
+    )
+    result = _stream(communicator, handle, shape, x, scales, topk_idx, topk_weights, rows, grid)
+    if num_worst_tokens:
+        if num_received > num_worst_tokens:
+            raise ArgumentError(
+                f"num_worst_tokens = {num_worst_tokens}, but {num_received} rows arrived: use at least {num_received}"
+            )
+        if result.topk_idx is not None:
+            result.topk_idx[num_received:] = -1
+        if result.topk_weights is not None:
+            result.topk_weights[num_received:] = 0
+        return result
+    return dataclasses.replace(result, expert_rows=expert_rows.tolist())
+
+
+def dispatch_cached(
+    communicator: Communicator, handle: DispatchHandle, x: torch.Tensor, scales: torch.Tensor | None
+) -> Dispatched:
+    """Send other payload along the routes of an earlier dispatch. Collective; no counts are exchanged."""
+    communicator.ensure_usable()
+    check_handle(communicator, handle)
+    x, scales = _check_payload(communicator, x, scales)
+    check_rows("x", x, handle.num_tokens, "the handle's dispatch")
+    shape = _shape(communicator, x, scales, 0, handle.num_experts)
+    grid = _grid(communicator, _roles(communicator))
+    scratch = torch.empty(handle.num_received, dtype=torch.int32, device=x.device)
+    own = dataclasses.replace(handle, receive_source=scratch)
+    result = _stream(communicator, own, shape, x, scales, None, None, handle.num_received, grid)
+    return dataclasses.replace(result, handle=handle)
+
+
+def _roles(communicator: Communicator) -> int:
+    """Roles of a channel (dispatch_roles of core/kernels/dispatch.hpp)."""
+    return communicator.num_ranks - 1 + communicator.ranks_per_domain - 1 + 2 * (communicator.num_domains - 1) + 1
+
+
+def _stream(
+    communicator: Communicator,
+    handle: DispatchHandle,
+    shape: DispatchShape,
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    topk_idx: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    rows: int,
+    grid: dict[str, int],
+) -> Dispatched:
+    empty = communicator.backend.empty
+    receive_x = empty((rows, x.shape[1]), x.dtype)
+    receive_scales = None if scales is None else empty((rows, scales.shape[1]), scales.dtype)
+    receive_idx = receive_weights = None
+    if topk_idx is not None:
+        receive_idx = empty((rows, shape.num_topk), topk_idx.dtype)
+        receive_weights = empty((rows, shape.num_topk), torch.float32)
+    communicator.launch(
+        "uccl_ep_dispatch",
+        DispatchParameters(
+            group=communicator.group_struct(),
+            shape=shape,
+            x=pointer(x),
+            scales=pointer(scales),
+            topk_idx=pointer(topk_idx),
+            topk_weights=pointer(topk_weights),
+            is_token_in_rank=pointer(handle.is_token_in_rank),
+            send_rows=pointer(handle.send_rows),
+            rail_send_rows=pointer(handle.rail_send_rows),
+            receive_rows=pointer(handle.receive_rows),
+            receive_offset=pointer(handle.receive_offset),
+            rail_rows=pointer(handle.rail_rows),
+            num_tokens=x.shape[0],
+            index_bytes=0 if topk_idx is None else topk_idx.element_size(),
+            receive_x=pointer(receive_x),
+            receive_scales=pointer(receive_scales),
+            receive_topk_idx=pointer(receive_idx),
+            receive_topk_weights=pointer(receive_weights),
+            receive_source=pointer(handle.receive_source),
+        ),
+        **grid,
+    )
+    weights = receive_weights if topk_weights is not None else None
+    return Dispatched(receive_x, receive_scales, receive_idx, weights, None, handle)
+
+
+def check_handle(communicator: Communicator, handle: object) -> DispatchHandle:
+    """The handle, if it is a high-throughput one of this communicator.
+
+    Raises:
+        HandleError: it is not.
+    """
+    if not isinstance(handle, DispatchHandle):
+        raise HandleError(f"a handle from dispatch() is needed, not {type(handle).__name__}")
+    if handle.owner() is not communicator:
+        raise HandleError("this handle came from another buffer: use the buffer that made it")
+    return handle
+
+
+def combine(
+    communicator: Communicator,
+    handle: DispatchHandle,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor | None = None,
+    bias: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Send rows home and sum them by token. Collective.
+
+    out[t] = bias[0][t] + bias[1][t] + sum over ranks, in rank order, of that rank's row for t; in float32
+    (float64 for float64), rounded once.
+
+    Args:
+        x: [handle.num_received, hidden] bf16, fp16, fp32 or fp64, rows as dispatch delivered them.
+        topk_weights: float32 [handle.num_received, topk], summed likewise.
+        bias: tensors [num_tokens, hidden] of x's dtype.
+
+    Returns:
+        [num_tokens, hidden] of x's dtype, and float32 [num_tokens, topk] or None.
+    """
+    communicator.ensure_usable()
+    check_handle(communicator, handle)
+    device = communicator.backend.torch_device
+    x = check_matrix("x", x, device)
+    payload_type = check_reducible("x", x)
+    check_rows("x", x, handle.num_received, "the handle's dispatch")
+    num_topk = 0
+    if topk_weights is not None:
+        topk_weights = check_topk_weights(topk_weights, (handle.num_received, topk_weights.shape[-1]), device)
+        num_topk = topk_weights.shape[1]
+    biases = []
+    for term in bias:
+        if term is not None:
+            term = check_matrix("bias", term, device, x.shape[1])
+            check_rows("bias", term, handle.num_tokens, "the handle's dispatch")
+            if term.dtype != x.dtype:
+                raise ArgumentError(f"bias is {term.dtype}, but x is {x.dtype}: use the same")
+        biases.append(term)
+    row_bytes = x.shape[1] * x.element_size()
+    needed = row_bytes + num_topk * 4 + SLOT_OVERHEAD
+    if x.shape[1] == 0 or needed > communicator.general.slot_bytes:
+        raise ArgumentError(
+            f"a row of {row_bytes} bytes does not fit a slot of {communicator.general.slot_bytes} bytes: "
+            f"set slot_bytes (UCCL_EP_SLOT_BYTES) to at least {round_up(needed, 64)}"
+        )
+    grid = _grid(communicator, communicator.num_ranks)
+    out = communicator.backend.empty((handle.num_tokens, x.shape[1]), x.dtype)
+    out_weights = None
+    if topk_weights is not None:
+        out_weights = communicator.backend.empty((handle.num_tokens, num_topk), torch.float32)
+    communicator.launch(
+        "uccl_ep_combine",
+        CombineParameters(
+            group=communicator.group_struct(),
+            payload_type=payload_type,
+            hidden=x.shape[1],
+            row_bytes=row_bytes,
+            num_topk=num_topk,
+            x=pointer(x),
+            topk_weights=pointer(topk_weights),
+            bias=(pointer(biases[0]), pointer(biases[1])),
+            is_token_in_rank=pointer(handle.is_token_in_rank),
+            send_rows=pointer(handle.send_rows),
+            receive_rows=pointer(handle.receive_rows),
+            receive_offset=pointer(handle.receive_offset),
+            num_tokens=handle.num_tokens,
+            out=pointer(out),
+            out_topk_weights=pointer(out_weights),
+        ),
+        shared_bytes=communicator.num_ranks * REDUCER_STATE_BYTES,
+        **grid,
+    )
+    return out, out_weights
+

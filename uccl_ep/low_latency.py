@@ -1,0 +1,392 @@
+"""Low-latency operations of a communicator: dispatch and combine, each in a send and a receive half."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from uccl_ep_core.errors import ArgumentError, HandleError
+from uccl_ep_core.kernel_parameters import (
+    LowLatencyCombineParameters,
+    LowLatencyDispatchParameters,
+    LowLatencyShape,
+    PayloadType,
+    Quantization,
+)
+
+from .communicator import Communicator
+from .tensors import (
+    REDUCIBLE,
+    check_experts,
+    check_matrix,
+    check_reducible,
+    check_rows,
+    check_topk_idx,
+    check_topk_weights,
+    names,
+    pointer,
+    round_up,
+)
+
+SCALE_GROUP = 128  # elements that share a scale
+LIVE_RESULTS = 2  # results that are valid at the same time: one a parity
+QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class LowLatencyHandle(tuple[Any, ...]):
+    """What a low-latency dispatch decided. Opaque, but unpacks as DeepEP's does:
+    ``(source_index, layout_range, max_tokens, hidden, num_experts)``, where ``layout_range`` is int64
+    [local experts, num_ranks] of ``begin << 32 | count``.
+
+    Valid until the second dispatch after the one that made it.
+    """
+
+    state: _HandleState
+
+    @classmethod
+    def of(cls, state: _HandleState) -> LowLatencyHandle:
+        layout_range = (state.begin.to(torch.int64) << 32) | state.count.to(torch.int64)
+        shape = state.shape
+        handle = cls((state.source_index, layout_range, shape.max_tokens, shape.hidden, shape.num_experts))
+        handle.state = state
+        return handle
+
+
+@dataclasses.dataclass(eq=False)
+class _HandleState:
+    owner: weakref.ref[LowLatency]
+    generation: int
+    shape: LowLatencyShape
+    dtype: torch.dtype
+    num_tokens: int
+    topk_idx: torch.Tensor
+    combine_row: torch.Tensor
+    source_index: torch.Tensor
+    begin: torch.Tensor
+    count: torch.Tensor
+    combine_base: torch.Tensor
+
+
+class _Results:
+    """The receive buffers of one parity; kept as long as the shape stays."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, communicator: Communicator) -> torch.Tensor:
+        tensor = self._kept.get(name)
+        if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
+            tensor = self._kept[name] = communicator.backend.empty(shape, dtype)
+        return tensor
+
+
+class LowLatency:
+    """The low-latency mode of one communicator."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._generation = 0
+        self._results = (_Results(), _Results())
+        self._combine_buffers = (_Results(), _Results())
+        # Receive halves that were not run yet, in order: messages are taken in the order they were sent.
+        self._pending: collections.deque[tuple[str, int, Callable[[], None]]] = collections.deque()
+        self._sent = {"dispatch": 0, "combine": 0}
+        self.mask: torch.Tensor | None = None
+
+    # ---- receive halves ----
+
+    def _hook(self, kind: str, receive: Callable[[], None]) -> Callable[[], None]:
+        self._sent[kind] += 1
+        number = self._sent[kind]
+        self._pending.append((kind, number, receive))
+
+        def hook() -> None:
+            while any(entry[:2] == (kind, number) for entry in self._pending):
+                self._communicator.ensure_usable()
+                self._pending.popleft()[2]()
+
+        return hook
+
+    def _check_pending(self, kind: str) -> None:
+        outstanding = sum(entry[0] == kind for entry in self._pending)
+        if outstanding >= LIVE_RESULTS:
+            raise ArgumentError(
+                f"{outstanding} low-latency {kind} results are not received yet: call the hook of an earlier {kind} "
+                f"first (at most {LIVE_RESULTS} are in flight)"
+            )
+
+    # ---- dispatch ----
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        max_tokens: int,
+        num_experts: int,
+        quantization: Quantization,
+        statistics: torch.Tensor | None = None,
+        wait_cost: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, LowLatencyHandle, Callable[[], None]]:
+        """Send half of a dispatch. Collective.
+
+        Args:
+            x: [num_tokens, hidden], num_tokens at most ``max_tokens``.
+            topk_idx: int32 or int64 [num_tokens, topk] global expert indices, -1 for none.
+            max_tokens: most tokens of any rank; equal on all ranks.
+            quantization: how rows are cast before they travel.
+            statistics: int32 [local experts], raised by the received counts.
+            wait_cost: int64 [num_ranks], raised by the time waited for each rank (ns on the host).
+
+        Returns:
+            (received x [L, num_ranks * max_tokens, hidden], scales or None, count int32 [L], handle, hook);
+            the first three hold data after ``hook()``, until the second dispatch after this one.
+
+        Raises:
+            ArgumentError: before any communication; says what would do.
+        """
+        communicator = self._communicator
+        communicator.ensure_usable()
+        device, ranks = communicator.backend.torch_device, communicator.num_ranks
+        x = check_matrix("x", x, device)
+        check_experts(num_experts, ranks)
+        topk_idx = check_topk_idx(topk_idx, device, num_experts)
+        check_rows("topk_idx", topk_idx, x.shape[0], "x")
+        num_tokens, hidden = x.shape
+        num_topk = topk_idx.shape[1]
+        if x.dtype not in REDUCIBLE:
+            raise ArgumentError(f"x is {x.dtype}: low-latency dispatch takes {names(REDUCIBLE)}")
+        if hidden == 0 or num_topk == 0:
+            raise ArgumentError(f"hidden is {hidden} and top-k {num_topk}: both must be at least 1")
+        if num_tokens > max_tokens:
+            raise ArgumentError(
+                f"{num_tokens} tokens exceed num_max_dispatch_tokens_per_rank = {max_tokens}: use at least {num_tokens}"
+            )
+        if quantization != Quantization.NONE and x.dtype not in QUANTIZABLE:
+            raise ArgumentError(f"x is {x.dtype}: use_fp8 casts from {names(QUANTIZABLE)}; or pass use_fp8=False")
+        groups = -(-hidden // SCALE_GROUP)
+        if quantization == Quantization.FLOAT8_EXPONENT and groups % 4:
+            raise ArgumentError(f"use_ue8m0 packs 4 scales a word: hidden {hidden} must be a multiple of 512")
+        wire_bytes = hidden if quantization else hidden * x.element_size()
+        scale_bytes = 4 * groups if quantization else 0
+        communicator.capacity.require(
+            max_tokens, wire_bytes, scale_bytes, hidden * x.element_size(), num_topk, num_experts
+        )
+        self._check_statistics("cumulative_local_expert_recv_stats", statistics, torch.int32, num_experts // ranks)
+        self._check_statistics("dispatch_wait_recv_cost_stats", wait_cost, torch.int64, ranks)
+        self._check_pending("dispatch")
+
+        self._generation += 1
+        local_experts, rows = num_experts // ranks, ranks * max_tokens
+        results, empty = self._results[self._generation % LIVE_RESULTS], communicator.backend.empty
+        wire_dtype = torch.float8_e4m3fn if quantization else x.dtype
+        receive_x = results.get("x", (local_experts, rows, hidden), wire_dtype, communicator)
+        receive_scales = None
+        if quantization == Quantization.FLOAT8_EXPONENT:
+            receive_scales = results.get("scales", (local_experts, groups // 4, rows), torch.int32, communicator)
+        elif quantization:
+            receive_scales = results.get("scales", (local_experts, groups, rows), torch.float32, communicator)
+        count = empty((local_experts,), torch.int32)
+        scratch = empty((num_tokens * (num_topk + ranks) + ranks + 2 * num_experts,), torch.int32)
+        place, in_rank, rank_rows, expert_rows, expert_begin = torch.split(
+            scratch, [num_tokens * num_topk, num_tokens * ranks, ranks, num_experts, num_experts]
+        )
+        state = _HandleState(
+            owner=weakref.ref(self),
+            generation=self._generation,
+            shape=LowLatencyShape(
+                max_tokens=max_tokens,
+                hidden=hidden,
+                num_topk=num_topk,
+                num_experts=num_experts,
+                row_bytes=wire_bytes,
+                scale_bytes=scale_bytes,
+                quantization=int(quantization),
+                payload_type=int(REDUCIBLE[x.dtype]),
+            ),
+            dtype=x.dtype,
+            num_tokens=num_tokens,
+            topk_idx=topk_idx.clone(),
+            combine_row=empty((num_tokens, num_topk), torch.int32),
+            source_index=results.get("source", (local_experts, rows), torch.int32, communicator),
+            begin=torch.zeros((local_experts, ranks), dtype=torch.int32, device=device),
+            count=torch.zeros((local_experts, ranks), dtype=torch.int32, device=device),
+            combine_base=torch.zeros(ranks, dtype=torch.int32, device=device),
+        )
+        parameters = LowLatencyDispatchParameters(
+            group=communicator.group_struct(),
+            shape=state.shape,
+            x=pointer(x),
+            topk_idx=pointer(state.topk_idx),
+            num_tokens=num_tokens,
+            index_bytes=topk_idx.element_size(),
+            combine_row=pointer(state.combine_row),
+            place_in_expert=place.data_ptr(),
+            row_in_rank=in_rank.data_ptr(),
+            rank_rows=rank_rows.data_ptr(),
+            expert_rows=expert_rows.data_ptr(),
+            expert_begin=expert_begin.data_ptr(),
+            masked=pointer(self.mask),
+            receive_x=pointer(receive_x),
+            receive_scales=pointer(receive_scales),
+            source_index=pointer(state.source_index),
+            begin=pointer(state.begin),
+            count=pointer(state.count),
+            receive_count=pointer(count),
+            combine_base=pointer(state.combine_base),
+            statistics=pointer(statistics),
+            wait_cost=pointer(wait_cost),
+        )
+        handle = LowLatencyHandle.of(state)
+        staging = round_up(round_up(wire_bytes, 16) + scale_bytes, 64)
+        grid = self._grid()
+        communicator.launch(
+            "uccl_ep_ll_dispatch_send", parameters, shared_bytes=staging * grid["warps"] if quantization else 0, **grid
+        )
+        keep = (x, scratch, statistics, wait_cost)  # referred to by address until the receive half has run
+
+        def receive() -> None:
+            communicator.launch("uccl_ep_ll_dispatch_receive", parameters, **grid)
+            _ = keep
+            handle[1].copy_((state.begin.to(torch.int64) << 32) | state.count.to(torch.int64))
+
+        hook = self._hook("dispatch", receive)
+        scales_view = None if receive_scales is None else receive_scales.transpose(1, 2)
+        return receive_x, scales_view, count, handle, hook
+
+    def _check_statistics(self, name: str, tensor: torch.Tensor | None, dtype: torch.dtype, length: int) -> None:
+        if tensor is None:
+            return
+        if tensor.dtype != dtype or tuple(tensor.shape) != (length,) or not tensor.is_contiguous():
+            raise ArgumentError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}: a contiguous {dtype} tensor of shape ({length},) is needed"
+            )
+
+    def _grid(self) -> dict[str, int]:
+        limits = self._communicator.backend.limits
+        warps = 1 if limits.warp_size == 1 else min(4, limits.max_warps_per_block)
+        return {"num_blocks": limits.max_blocks, "warps": warps}
+
+    # ---- combine ----
+
+    def check_handle(self, handle: object) -> _HandleState:
+        """The state behind a handle of this mode that has not expired.
+
+        Raises:
+            HandleError: it is another thing, another buffer's, or expired.
+        """
+        if not isinstance(handle, LowLatencyHandle):
+            raise HandleError(f"a handle from low_latency_dispatch() is needed, not {type(handle).__name__}")
+        state = handle.state
+        if state.owner() is not self:
+            raise HandleError("this handle came from another buffer: use the buffer that made it")
+        if self._generation - state.generation >= LIVE_RESULTS:
+            raise HandleError(
+                f"this handle expired: {self._generation - state.generation} dispatches came after its own, and a "
+                f"result lives until the second; combine before that"
+            )
+        return state
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: object,
+        out: torch.Tensor | None = None,
+        wait_cost: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Send half of a combine. Collective.
+
+        out[t] = sum over k, in increasing k, of topk_weights[t, k] * (row of expert topk_idx[t, k] for t);
+        product and sum in float32 (float64 for float64), rounded once.
+
+        Args:
+            x: [local experts, num_ranks * max_tokens, hidden] expert outputs, rows as they were received.
+            topk_idx: this rank's own indices, as given to dispatch.
+            topk_weights: float32 [num_tokens, topk].
+            out: [num_tokens, hidden] of x's dtype to write into, or None.
+
+        Returns:
+            (out, hook); out holds the sums after ``hook()``.
+        """
+        communicator = self._communicator
+        communicator.ensure_usable()
+        state = self.check_handle(handle)
+        device, ranks, shape = communicator.backend.torch_device, communicator.num_ranks, state.shape
+        expected = (shape.num_experts // ranks, ranks * shape.max_tokens, shape.hidden)
+        if tuple(x.shape) != expected:
+            raise ArgumentError(f"x has shape {tuple(x.shape)}: {expected} is needed, as dispatch delivered")
+        if x.device.type != device.type:
+            raise ArgumentError(f"x is on {x.device}: this buffer works on {device}")
+        payload_type: PayloadType = check_reducible("x", x)
+        x = x.contiguous()
+        topk_idx = check_topk_idx(topk_idx, device, shape.num_experts)
+        if tuple(topk_idx.shape) != (state.num_tokens, shape.num_topk):
+            raise ArgumentError(
+                f"topk_idx has shape {tuple(topk_idx.shape)}: pass this rank's own indices, "
+                f"{(state.num_tokens, shape.num_topk)}, as given to dispatch"
+            )
+        if device.type == "cpu" and not torch.equal(topk_idx.to(torch.int64), state.topk_idx.to(torch.int64)):
+            raise ArgumentError("topk_idx differs from what was given to dispatch: pass this rank's own indices unchanged")
+        topk_weights = check_topk_weights(topk_weights, topk_idx.shape, device)
+        if out is None:
+            out = communicator.backend.empty((state.num_tokens, shape.hidden), x.dtype)
+        elif tuple(out.shape) != (state.num_tokens, shape.hidden) or out.dtype != x.dtype or not out.is_contiguous():
+            raise ArgumentError(
+                f"out is {out.dtype} {tuple(out.shape)}: a contiguous {x.dtype} tensor of shape "
+                f"{(state.num_tokens, shape.hidden)} is needed"
+            )
+        row_bytes = shape.hidden * x.element_size()
+        communicator.capacity.require(
+            shape.max_tokens, shape.row_bytes, shape.scale_bytes, row_bytes, shape.num_topk, shape.num_experts
+        )
+        self._check_statistics("combine_wait_recv_cost_stats", wait_cost, torch.int64, ranks)
+        self._check_pending("combine")
+        if any(entry[0] == "dispatch" and entry[1] <= state.generation for entry in self._pending):
+            raise ArgumentError("this dispatch was not received yet: call its hook before combine")
+        parameters = LowLatencyCombineParameters(
+            group=communicator.group_struct(),
+            shape=LowLatencyShape(
+                max_tokens=shape.max_tokens,
+                hidden=shape.hidden,
+                num_topk=shape.num_topk,
+                num_experts=shape.num_experts,
+                row_bytes=row_bytes,
+                scale_bytes=0,
+                quantization=0,
+                payload_type=int(payload_type),
+            ),
+            x=pointer(x),
+            begin=pointer(state.begin),
+            count=pointer(state.count),
+            combine_base=pointer(state.combine_base),
+            topk_idx=pointer(state.topk_idx),
+            topk_weights=pointer(topk_weights),
+            combine_row=pointer(state.combine_row),
+            num_tokens=state.num_tokens,
+            index_bytes=state.topk_idx.element_size(),
+            masked=pointer(self.mask),
+            out=pointer(out),
+            wait_cost=pointer(wait_cost),
+        )
+        grid = self._grid()
+        communicator.launch("uccl_ep_ll_combine_send", parameters, **grid)
+        keep = (x, topk_weights, out, wait_cost, state)
+
+        def receive() -> None:
+            communicator.launch("uccl_ep_ll_combine_receive", parameters, **grid)
+            _ = keep
+
+        return out, self._hook("combine", receive)
+
+    def combine_buffer(self, handle: object) -> torch.Tensor:
+        """Memory [L, num_ranks * max_tokens, hidden] for expert outputs, which the send half reads as it is."""
+        state = self.check_handle(handle)
+        ranks, shape = self._communicator.num_ranks, state.shape
+        size = (shape.num_experts // ranks, ranks * shape.max_tokens, shape.hidden)
+        return self._combine_buffers[state.generation % LIVE_RESULTS].get("x", size, state.dtype, self._communicator)

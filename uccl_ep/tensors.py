@@ -1,0 +1,82 @@
+"""Checks and conversions of the tensors that a call is given; all before any rank communicates."""
+
+from __future__ import annotations
+
+import torch
+
+from uccl_ep_core.errors import ArgumentError
+from uccl_ep_core.kernel_parameters import PayloadType
+
+REDUCIBLE = {
+    torch.bfloat16: PayloadType.BFLOAT16,
+    torch.float16: PayloadType.FLOAT16,
+    torch.float32: PayloadType.FLOAT32,
+    torch.float64: PayloadType.FLOAT64,
+}
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def names(dtypes: object) -> str:
+    """Dtypes as people write them."""
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)  # type: ignore[attr-defined]
+
+
+def check_matrix(name: str, tensor: torch.Tensor, device: torch.device, columns: int | None = None) -> torch.Tensor:
+    """A 2-D tensor on the right device, made contiguous (a copy, where it was not)."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.dim() != 2:
+        raise ArgumentError(f"{name} must have 2 dimensions, not shape {tuple(tensor.shape)}")
+    if tensor.device.type != device.type:
+        raise ArgumentError(f"{name} is on {tensor.device}: this buffer works on {device}")
+    if columns is not None and tensor.shape[1] != columns:
+        raise ArgumentError(f"{name} has {tensor.shape[1]} columns, {columns} were expected")
+    return tensor.contiguous()
+
+
+def check_rows(name: str, tensor: torch.Tensor, rows: int, what: str) -> None:
+    if tensor.shape[0] != rows:
+        raise ArgumentError(f"{name} has {tensor.shape[0]} rows, but {what} has {rows}")
+
+
+def check_topk_idx(topk_idx: torch.Tensor, device: torch.device, num_experts: int | None = None) -> torch.Tensor:
+    topk_idx = check_matrix("topk_idx", topk_idx, device)
+    if topk_idx.dtype not in INDEX_DTYPES:
+        raise ArgumentError(f"topk_idx is {topk_idx.dtype}: use {names(INDEX_DTYPES)}")
+    if num_experts is not None and topk_idx.numel() and topk_idx.device.type == "cpu":
+        low, high = (int(value) for value in torch.aminmax(topk_idx))
+        if high >= num_experts or low < -1:
+            bad = high if high >= num_experts else low
+            raise ArgumentError(f"topk_idx holds {bad}: indices are 0 to {num_experts - 1}, or -1 for none")
+    return topk_idx
+
+
+def check_topk_weights(weights: torch.Tensor, shape: torch.Size | tuple[int, ...], device: torch.device) -> torch.Tensor:
+    weights = check_matrix("topk_weights", weights, device)
+    if weights.dtype != torch.float32:
+        raise ArgumentError(f"topk_weights is {weights.dtype}: use float32")
+    if tuple(weights.shape) != tuple(shape):
+        raise ArgumentError(f"topk_weights has shape {tuple(weights.shape)}, {tuple(shape)} was expected")
+    return weights
+
+
+def check_experts(num_experts: int, num_ranks: int) -> None:
+    if num_experts <= 0 or num_experts % num_ranks:
+        lower, upper = num_experts // num_ranks * num_ranks, (num_experts // num_ranks + 1) * num_ranks
+        would = f"{lower} or {upper}" if lower else f"{upper}"
+        raise ArgumentError(f"{num_experts} experts on {num_ranks} ranks: must be divisible, use {would}")
+
+
+def check_reducible(name: str, tensor: torch.Tensor) -> PayloadType:
+    if tensor.dtype not in REDUCIBLE:
+        raise ArgumentError(f"{name} is {tensor.dtype}: combine reduces {names(REDUCIBLE)}")
+    return REDUCIBLE[tensor.dtype]
+
+
+def pointer(tensor: torch.Tensor | None) -> int:
+    """Address of a contiguous tensor. An empty tensor's is 0, which kernels never follow."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def round_up(count: int, alignment: int) -> int:
+    return (count + alignment - 1) // alignment * alignment
