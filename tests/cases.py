@@ -110,11 +110,13 @@ def wait(event: Any) -> None:
 
 
 def high_throughput(
-    ctx: Context, *, hidden: int, topk: int, experts: int, tokens: list[int], routing: str, dtype: str, index: str,
-    weights: bool, bias: int, cached: bool, contiguous: bool, alignment: int, worst: bool, stream: str, seed: int,
-    buffer_arguments: dict[str, Any] | None = None,
+    ctx: Context, *, hidden: int = 64, topk: int = 4, experts: int = 12, tokens: list[int], routing: str = "random",
+    dtype: str = "bf16", index: str = "int64", weights: bool = True, bias: int = 0, cached: bool = False,
+    contiguous: bool = True, alignment: int = 1, worst: bool = False, stream: str = "sync", seed: int = 0,
+    buffer: Any = None,
 ) -> None:  # fmt: skip
-    buffer = ctx.buffer(**(buffer_arguments or {}))
+    """``tokens`` of each rank to the experts and back; ``buffer`` None: the one that the topology shares."""
+    buffer = ctx.buffer() if buffer is None else buffer
     rank, n = ctx.rank, ctx.num_ranks
     inputs = make_inputs(
         n, tokens, hidden=hidden, experts=experts, topk=topk, routing=routing, dtype=dtype, index=index,
@@ -176,12 +178,12 @@ def high_throughput(
 
 
 def low_latency(
-    ctx: Context, *, hidden: int, topk: int, experts: int, most: int, tokens: list[int], routing: str, index: str,
-    cast: str, hook: bool, zero_copy: bool, out: bool, contiguous: bool, dtype: str, seed: int,
-    buffer_arguments: dict[str, Any] | None = None,
+    ctx: Context, *, hidden: int = 64, topk: int = 4, experts: int = 12, most: int, tokens: list[int],
+    routing: str = "random", index: str = "int64", cast: str = "none", hook: bool = True, zero_copy: bool = False,
+    out: bool = False, contiguous: bool = True, dtype: str = "bf16", seed: int = 0, buffer: Any = None,
 ) -> None:  # fmt: skip
-    arguments = {"num_rdma_bytes": LL_BYTES, "low_latency_mode": True, **(buffer_arguments or {})}
-    buffer = ctx.buffer(**arguments)
+    """The same in low-latency mode, with at most ``most`` tokens per rank."""
+    buffer = ctx.buffer() if buffer is None else buffer
     rank, n = ctx.rank, ctx.num_ranks
     local = experts // n
     inputs = make_inputs(n, tokens, hidden=hidden, experts=experts, topk=topk, routing=routing, dtype=dtype,
@@ -241,9 +243,6 @@ def low_latency(
     check_equal("combined_x", combined, reference.ll_combine_terms(terms, ids, inputs.weights[rank]))
     if target is not None:
         check_equal("place of combined_x (out was given)", combined.data_ptr(), target.data_ptr())
-
-
-LL_BYTES = 0  # of the buffers of the matrix; 0 lets the buffer size itself by the first call's shapes
 
 
 def ll_expert(x: Tensor, expert: Tensor) -> Tensor:

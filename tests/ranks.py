@@ -166,7 +166,7 @@ def _serve(rank: int, size: int, store: str, pipe: Any, env: dict[str, str], tra
             pipe.send(("failed", traceback.format_exc(limit=12)))
     for buffer in buffers.values():
         buffer.destroy()
-    dist.destroy_process_group()
+    # No destroy_process_group: it may wait for ranks that a test has killed.
 
 
 class RankPool:
@@ -263,8 +263,27 @@ class RankPool:
         if failed:
             raise self._failure(f"{function} on {ranks} ranks, domains of {domain or ranks}", failed)
         if may_die:
-            self._kill()
+            self._expect_clean_exit([r for r in range(self.size) if r not in may_die])
         return [results.get(r) for r in range(ranks)]
+
+    def _expect_clean_exit(self, survivors: list[int]) -> None:
+        """Ends the processes that live on: each must destroy its buffers and exit with code 0 in time."""
+        for rank in survivors:
+            self._pipes[rank].send(None)
+        limit = time.monotonic() + 15
+        bad = {}
+        for rank in survivors:
+            process = self._processes[rank]
+            process.join(max(0.0, limit - time.monotonic()))
+            if process.exitcode is None:
+                os.kill(process.pid, signal.SIGUSR1)
+                time.sleep(0.3)  # for the stack to be written; nothing waits on this
+                bad[rank] = f"did not exit; its stack:\n{self._read_trace(rank)}"
+            elif process.exitcode != 0:
+                bad[rank] = f"exited with code {process.exitcode}\n{self._read_trace(rank)}"
+        if bad:
+            raise self._failure("exit after a rank died", bad)
+        self._kill()
 
     def _send_all(self, ranks: range, messages: list[Any]) -> None:
         for rank, message in zip(ranks, messages, strict=True):

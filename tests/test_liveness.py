@@ -1,0 +1,75 @@
+"""Ranks that die or are late (rows 9 to 12 and 31 of the table of reported faults).
+
+Every survivor must raise, within the time-out, an error that names the same rank, and be able to exit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import fault_cases
+from ranks import RankPool
+
+TIMEOUT_S = 4.0
+OPTIONS = {"UCCL_EP_TIMEOUT_S": str(TIMEOUT_S)}
+TOPOLOGIES = [(4, 0), (4, 2)]
+
+
+def check_reports(reports: list[Any], culprit: int) -> None:
+    survivors = [r for r in reports if r is not None]
+    assert len(survivors) == len(reports) - 1
+    for report in survivors:
+        assert report["rank"] == culprit, report
+        assert report["reason"] in ("dead", "timeout", "transport"), report
+        assert report["phase"] and report["phase"] in report["message"], report
+        assert f"rank {culprit}" in report["message"], report
+        for count in ("expected", "seen"):
+            assert str(report[count]) in report["message"], report
+        assert report["after_s"] < 3 * TIMEOUT_S + 5, report
+
+
+@pytest.mark.parametrize(("ranks", "domain"), TOPOLOGIES)
+@pytest.mark.parametrize("mode", ["high_throughput", "low_latency"])
+@pytest.mark.parametrize("when", ["before", "inside", "after"])
+def test_fault_11_one_rank_is_killed(pool: RankPool, ranks: int, domain: int, mode: str, when: str) -> None:
+    who = 2
+    reports = pool.run(
+        fault_cases.one_rank_dies, ranks=ranks, domain=domain, options=OPTIONS, may_die=(who,), timeout_s=45,
+        arguments={"who": who, "when": when, "mode": mode},
+    )  # fmt: skip
+    check_reports(reports, who)
+
+
+@pytest.mark.parametrize(("ranks", "domain"), TOPOLOGIES)
+def test_fault_11_killed_inside_a_long_dispatch(pool: RankPool, ranks: int, domain: int) -> None:
+    reports = pool.run(
+        fault_cases.killed_inside_a_long_dispatch, ranks=ranks, domain=domain, options=OPTIONS, may_die=(1,),
+        arguments={"who": 1, "rows": 3000}, timeout_s=45,
+    )  # fmt: skip
+    check_reports(reports, 1)
+
+
+@pytest.mark.parametrize("domain", [0, 2])
+def test_fault_09_a_late_rank_is_waited_for(pool: RankPool, domain: int) -> None:
+    arguments = {"who": 3, "delay_s": 1.0}
+    pool.run(fault_cases.late_rank, ranks=4, domain=domain, options=OPTIONS, arguments=arguments)
+
+
+@pytest.mark.parametrize(("ranks", "domain"), TOPOLOGIES)
+@pytest.mark.parametrize("mode", ["high_throughput", "low_latency"])
+def test_fault_10_12_31_a_rank_that_does_not_come(pool: RankPool, ranks: int, domain: int, mode: str) -> None:
+    """The others time out with the same culprit, counts and operation; the late rank itself learns of it; destroy
+    returns; the processes make a new buffer and go on."""
+    options = {"UCCL_EP_TIMEOUT_S": "1.5"}
+    reports = pool.run(
+        fault_cases.too_late_rank, ranks=ranks, domain=domain, options=options, arguments={"who": 1, "mode": mode}
+    )
+    for rank, report in enumerate(reports):
+        assert report["rank"] == 1, report
+        assert report["destroy_s"] < 5, report
+        if rank != 1:
+            assert report["reason"] == "timeout", report
+            assert "rank 1" in report["message"] and str(report["operation"]) in report["message"], report
+            assert report["operation"] > 0 and report["elapsed_s"] >= 1.4, report
