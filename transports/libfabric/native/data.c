@@ -1,0 +1,300 @@
+/* Posting writes. */
+#include <string.h>
+
+#include "fabric.h"
+
+/* ---- the pool of operations ---- */
+
+fab_operation *fab_take(fab_lane *lane) {
+    if (lane->free_head == FAB_NONE) {
+        return NULL;
+    }
+    fab_operation *operation = &lane->operations[lane->free_head];
+    lane->free_head = operation->next;
+    return operation;
+}
+
+void fab_give(fab_lane *lane, fab_operation *operation) {
+    operation->kind = FAB_FREE;
+    operation->posted = 0;
+    operation->next = lane->free_head;
+    lane->free_head = operation->index;
+}
+
+/* There is always room: every accepted write counts in in_flight until it is polled. */
+static void fab_report(fab_lane *lane, uint64_t token, uint32_t peer, int32_t status) {
+    lane->statistics.failed += status != 0;
+    const uint32_t capacity = lane->context->send_depth;
+    lane->done[(lane->done_first + lane->done_count++) % capacity] =
+        (uccl_ep_completion){.token = token, .peer = peer, .status = status};
+}
+
+void fab_wait_to_post(fab_lane *lane, fab_operation *operation) {
+    operation->next = FAB_NONE;
+    if (lane->waiting_tail == FAB_NONE) {
+        lane->waiting_head = operation->index;
+    } else {
+        lane->operations[lane->waiting_tail].next = operation->index;
+    }
+    lane->waiting_tail = operation->index;
+}
+
+/* ---- one write ---- */
+
+/* The rail with the fewest bytes on the way to anybody; FAB_NONE where none is left to this peer. */
+uint32_t fab_choose_rail(const fab_lane *lane, uint32_t peer) {
+    uint32_t best = FAB_NONE;
+    for (uint32_t r = 0; r < lane->num_rails; r++) {
+        const fab_rail *rail = &lane->rails[r];
+        if (rail->open && !(lane->lost[peer] & (1u << r)) &&
+            (best == FAB_NONE || rail->outstanding_bytes < lane->rails[best].outstanding_bytes)) {
+            best = r;
+        }
+    }
+    return best;
+}
+
+static ssize_t write_operation(fab_lane *lane, fab_operation *operation, bool more) {
+    fab_rail *rail = &lane->rails[operation->rail];
+    const uccl_ep_write *write = &operation->write;
+    const fab_remote *remote = &rail->remote[write->peer];
+    struct iovec piece = {.iov_base = rail->local[write->local_region] + write->local_offset,
+                          .iov_len = write->bytes};
+    struct fi_rma_iov target = {
+        .addr = fab_remote_address(rail, remote, write->remote_region, write->remote_offset),
+        .len = write->bytes,
+        .key = remote->key[write->remote_region]};
+    struct fi_msg_rma message = {.msg_iov = &piece,
+                                 .desc = &rail->desc[write->local_region],
+                                 .iov_count = 1,
+                                 .addr = remote->address,
+                                 .rma_iov = &target,
+                                 .rma_iov_count = 1,
+                                 .context = operation,
+                                 .data = write->immediate & UINT32_MAX};
+    uint64_t flags = more ? FI_MORE : 0;
+    if (write->flags & UCCL_EP_WRITE_IMMEDIATE) {
+        flags |= FI_REMOTE_CQ_DATA;
+    }
+    if (write->flags & UCCL_EP_WRITE_FENCED) {
+        flags |= FI_DELIVERY_COMPLETE;
+    }
+    const ssize_t status = fi_writemsg(rail->endpoint, &message, flags);
+    if (status == 0) {
+        operation->posted = 1;
+        rail->outstanding_bytes += write->bytes;
+    }
+    return status;
+}
+
+/* A write that ended: a part tells its whole, a whole tells the caller. */
+void fab_finish(fab_lane *lane, fab_operation *operation, int32_t status) {
+    const uccl_ep_write write = operation->write;
+    const bool chunk = operation->kind == FAB_CHUNK || operation->kind == FAB_HELD_CHUNK;
+    fab_operation *parent = chunk ? &lane->operations[operation->parent] : NULL;
+    if (operation->posted) {
+        operation->kind = FAB_ABANDONED; /* the provider returns it later, or never */
+    } else {
+        fab_give(lane, operation);
+    }
+    if (!parent) {
+        fab_report(lane, write.token, write.peer, status);
+        return;
+    }
+    if (status && !parent->status) {
+        parent->status = status;
+    }
+    if (--parent->remaining > 0) {
+        return;
+    }
+    if (!parent->status && (parent->write.flags & UCCL_EP_WRITE_IMMEDIATE)) {
+        /* All bytes are placed (parts are posted with FI_DELIVERY_COMPLETE): now the immediate. */
+        parent->kind = FAB_WRITE;
+        parent->write.bytes = 0;
+        parent->rail = (uint8_t)FAB_MAX_RAILS;
+        fab_wait_to_post(lane, parent);
+        return;
+    }
+    fab_report(lane, parent->write.token, parent->write.peer, parent->status);
+    fab_give(lane, parent);
+}
+
+/* Post what had to wait: immediates of striped writes, parts, writes moved from a lost rail, messages. */
+void fab_post_waiting(fab_lane *lane) {
+    while (lane->waiting_head != FAB_NONE) {
+        fab_operation *operation = &lane->operations[lane->waiting_head];
+        const uint32_t peer = operation->write.peer;
+        const uint32_t next = operation->next;
+        int32_t status = 0;
+        if (operation->kind == FAB_SEND) {
+            status = (int32_t)fab_resend_message(lane, operation);
+        } else {
+            if (operation->rail >= lane->num_rails || (lane->lost[peer] & (1u << operation->rail)) ||
+                !lane->rails[operation->rail].open) {
+                const uint32_t rail = fab_choose_rail(lane, peer);
+                operation->rail = (uint8_t)(rail == FAB_NONE ? FAB_MAX_RAILS : rail);
+            }
+            status = operation->rail >= lane->num_rails ? -FI_ENOTCONN
+                                                        : (int32_t)write_operation(lane, operation, false);
+        }
+        if (status == -FI_EAGAIN) {
+            lane->statistics.again++;
+            return;
+        }
+        lane->waiting_head = next;
+        if (next == FAB_NONE) {
+            lane->waiting_tail = FAB_NONE;
+        }
+        if (!status) {
+            continue;
+        }
+        const uint32_t rail = operation->rail;
+        if (operation->kind == FAB_SEND) {
+            fab_give(lane, operation);
+        } else if (rail < lane->num_rails && fab_is_peer_error(status)) {
+            fab_wait_to_post(lane, operation); /* on another rail, or it fails for good */
+        } else {
+            fab_finish(lane, operation, status);
+        }
+        if (rail < lane->num_rails && fab_is_peer_error(status)) {
+            fab_lose_rail(lane, rail, peer, status, "a post was refused");
+        }
+    }
+}
+
+/* ---- striping ---- */
+
+static uint32_t living_rails(const fab_lane *lane, uint32_t peer) {
+    uint32_t count = 0;
+    for (uint32_t r = 0; r < lane->num_rails; r++) {
+        count += lane->rails[r].open && !(lane->lost[peer] & (1u << r));
+    }
+    return count;
+}
+
+/* Cut a large write over the rails; false where the pool has no room now. Parts start at multiples of
+ * 4096 bytes of the write, so that no two rails write into one page. */
+static bool stripe(fab_lane *lane, const uccl_ep_write *write, uint32_t rails) {
+    uint64_t part = (write->bytes / rails + 4095u) & ~UINT64_C(4095);
+    fab_operation *parent = fab_take(lane);
+    if (!parent) {
+        return false;
+    }
+    parent->kind = FAB_PARENT;
+    parent->write = *write;
+    parent->status = 0;
+    parent->remaining = 0;
+    uint32_t first = FAB_NONE;
+    for (uint64_t offset = 0; offset < write->bytes; offset += part) {
+        fab_operation *chunk = fab_take(lane);
+        if (!chunk) {
+            while (first != FAB_NONE) {
+                fab_operation *taken = &lane->operations[first];
+                first = taken->next;
+                fab_give(lane, taken);
+            }
+            fab_give(lane, parent);
+            return false;
+        }
+        chunk->kind = FAB_CHUNK;
+        chunk->parent = parent->index;
+        chunk->write = *write;
+        chunk->write.local_offset += offset;
+        chunk->write.remote_offset += offset;
+        chunk->write.bytes = write->bytes - offset < part ? write->bytes - offset : part;
+        chunk->write.flags = UCCL_EP_WRITE_FENCED;
+        chunk->next = first;
+        first = chunk->index;
+        parent->remaining++;
+    }
+    uint32_t rail = 0;
+    while (first != FAB_NONE) {
+        fab_operation *chunk = &lane->operations[first];
+        first = chunk->next;
+        while (!lane->rails[rail % lane->num_rails].open || (lane->lost[write->peer] & (1u << rail % lane->num_rails))) {
+            rail++;
+        }
+        chunk->rail = (uint8_t)(rail++ % lane->num_rails);
+        fab_wait_to_post(lane, chunk);
+    }
+    lane->statistics.split++;
+    return true;
+}
+
+/* ---- the table's entry ---- */
+
+static int64_t refuse(fab_lane *lane, const char *words) {
+    strncpy(lane->error, words, sizeof lane->error - 1);
+    return -FI_EINVAL;
+}
+
+int64_t fab_post_writes(void *opaque, uint32_t lane_index, const uccl_ep_write *writes, uint64_t count) {
+    fab_context *context = opaque;
+    fab_lane *lane = &context->lanes[lane_index];
+    const uint32_t room = context->send_depth - lane->in_flight;
+    /* A doorbell held back by FI_MORE is rung by the last write of the batch; where the queue may fill
+     * up before that one, every write rings its own. */
+    const bool batch = count <= room;
+    if (count > room) {
+        count = room;
+    }
+    const bool single = lane->num_rails == 1;
+    uint64_t accepted = 0;
+    for (; accepted < count; accepted++) {
+        const uccl_ep_write *write = &writes[accepted];
+        const uint32_t peer = write->peer;
+        if (peer >= context->num_ranks || !context->expected[peer]) {
+            return accepted ? (int64_t)accepted : refuse(lane, "a write names a rank that was not connected");
+        }
+        if (write->local_region >= FAB_MAX_REGIONS || write->remote_region >= lane->rails[0].remote[peer].regions) {
+            return accepted ? (int64_t)accepted : refuse(lane, "a write names memory that was not registered");
+        }
+        const uint32_t rail = single ? (lane->lost[peer] || !lane->rails[0].open ? FAB_NONE : 0)
+                                     : fab_choose_rail(lane, peer);
+        if (rail == FAB_NONE || atomic_load_explicit(&context->dead[peer], memory_order_relaxed)) {
+            lane->in_flight++;
+            fab_report(lane, write->token, peer, -FI_ENOTCONN);
+            continue;
+        }
+        if (!single && context->stripe_bytes && write->bytes >= context->stripe_bytes) {
+            const uint32_t rails = living_rails(lane, peer);
+            if (rails > 1) {
+                if (!stripe(lane, write, rails)) {
+                    break;
+                }
+                lane->in_flight++;
+                lane->statistics.posted++;
+                lane->statistics.posted_bytes += write->bytes;
+                continue;
+            }
+        }
+        fab_operation *operation = fab_take(lane);
+        if (!operation) {
+            break;
+        }
+        operation->kind = FAB_WRITE;
+        operation->rail = (uint8_t)rail;
+        operation->write = *write;
+        const ssize_t status = write_operation(lane, operation, batch && accepted + 1 < count);
+        if (status == -FI_EAGAIN) {
+            fab_give(lane, operation);
+            lane->statistics.again++;
+            break;
+        }
+        lane->in_flight++;
+        lane->statistics.posted++;
+        lane->statistics.posted_bytes += write->bytes;
+        if (status) {
+            if (fab_is_peer_error((int)status)) {
+                fab_wait_to_post(lane, operation);
+                fab_lose_rail(lane, rail, peer, (int)status, "a post was refused");
+            } else {
+                fab_finish(lane, operation, (int32_t)status);
+            }
+        }
+    }
+    if (lane->waiting_head != FAB_NONE) {
+        fab_post_waiting(lane);
+    }
+    return (int64_t)accepted;
+}

@@ -1,0 +1,231 @@
+/* Types shared by the files of the libfabric data plane.
+ *
+ * One lane = one endpoint per rail, each with a domain, an address vector and two completion queues of
+ * its own, so that lanes share no lock and FI_THREAD_DOMAIN holds. A lane is driven by one thread;
+ * set-up runs before that thread exists.
+ */
+#ifndef UCCL_EP_LIBFABRIC_FABRIC_H
+#define UCCL_EP_LIBFABRIC_FABRIC_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+
+#include <rdma/fabric.h>
+#include <rdma/fi_cm.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
+#include <rdma/fi_errno.h>
+#include <rdma/fi_rma.h>
+
+#include "interface.h"
+#include "uccl_ep/transport.h"
+
+/* dma-buf registration came with 1.20; older headers lack the types, so the feature is compiled out. */
+#if FI_MAJOR_VERSION > 1 || FI_MINOR_VERSION >= 20
+#define FAB_DMABUF 1
+#else
+#define FAB_DMABUF 0
+#endif
+
+#define FAB_MAX_LANES 64u
+#define FAB_MAX_RAILS 8u
+#define FAB_MAX_REGIONS 8u
+#define FAB_RECEIVES 64u  /* control receives posted on each endpoint */
+#define FAB_CQ_BATCH 32u  /* entries read from a completion queue at once */
+#define FAB_NONE UINT32_MAX
+
+struct fab_library {
+    void *handle;
+    uint32_t version;      /* of the library */
+    uint32_t use_version;  /* what we speak: no newer than headers and library */
+    int (*getinfo)(uint32_t, const char *, const char *, uint64_t, const struct fi_info *, struct fi_info **);
+    void (*freeinfo)(struct fi_info *);
+    struct fi_info *(*dupinfo)(const struct fi_info *);
+    int (*fabric)(struct fi_fabric_attr *, struct fid_fabric **, void *);
+    const char *(*strerror)(int);
+    char *(*tostr)(const void *, enum fi_type);
+};
+
+/* Kinds of control message, sent between endpoints beside the writes. */
+enum fab_message_kind {
+    FAB_HELLO = 1,    /* my address vector holds you */
+    FAB_WELCOME = 2,  /* I have your HELLO */
+    FAB_REVOKE = 3,   /* rail `argument` of this lane failed: close yours, my writes come another way */
+    FAB_REVOKED = 4,  /* rail `argument` is closed here, nothing of it can land any more */
+};
+
+enum fab_greeting {
+    FAB_HELLO_SEEN = 1,
+    FAB_WELCOME_SEEN = 2,
+    FAB_HELLO_POSTED = 4,
+    FAB_WELCOME_POSTED = 8,
+    FAB_WELCOME_SENT = 16,
+    FAB_GREETED = FAB_HELLO_SEEN | FAB_WELCOME_SEEN | FAB_WELCOME_SENT,
+};
+
+typedef struct fab_message {
+    uint64_t group;  /* guards against a stray process of an earlier group */
+    uint32_t kind;
+    uint32_t rank;
+    uint32_t lane;
+    uint32_t argument;
+} fab_message;
+
+enum fab_operation_kind {
+    FAB_FREE = 0,
+    FAB_WRITE,      /* a whole write of the caller, or the tail of a striped one */
+    FAB_CHUNK,      /* a part of a striped write */
+    FAB_PARENT,     /* a striped write that waits for its parts; not posted itself */
+    FAB_HELD_WRITE, /* its rail is lost; waits until the peer says that nothing of it can land any more */
+    FAB_HELD_CHUNK,
+    FAB_SEND,       /* a control message going out */
+    FAB_ABANDONED,  /* nobody waits for it any more; the provider may still return it */
+};
+
+/* The provider's scratch space comes first and lives until the completion is read. */
+typedef struct fab_operation {
+    struct fi_context2 scratch;
+    uccl_ep_write write;
+    uint32_t index;
+    uint32_t next;      /* free list, or list of writes that wait to be posted */
+    uint32_t parent;    /* of a chunk */
+    uint32_t remaining; /* of a parent: chunks in flight */
+    int32_t status;     /* of a parent: first error of a chunk */
+    uint8_t kind;
+    uint8_t rail;
+    uint8_t posted;     /* the provider has it */
+} fab_operation;
+
+typedef struct fab_receive {
+    struct fi_context2 scratch;
+    uint32_t index;
+} fab_receive;
+
+typedef struct fab_remote {
+    uint64_t key[FAB_MAX_REGIONS];
+    uint64_t base[FAB_MAX_REGIONS];
+    fi_addr_t address;
+    uint32_t regions;
+} fab_remote;
+
+typedef struct fab_rail {
+    struct fi_info *info;
+    struct fid_fabric *fabric;
+    struct fid_domain *domain;
+    struct fid_ep *endpoint;
+    struct fid_av *av;
+    struct fid_cq *tx_cq;
+    struct fid_cq *rx_cq;
+    struct fid_mr *mr[FAB_MAX_REGIONS];
+    void *desc[FAB_MAX_REGIONS];
+    uint8_t *local[FAB_MAX_REGIONS];
+    fab_remote *remote; /* by rank */
+    struct fid_mr *message_mr;
+    fab_message *messages; /* receives first, then one per operation that may be a send */
+    fab_receive receives[FAB_RECEIVES];
+    uint64_t outstanding_bytes;
+    bool virtual_address;
+    bool receive_data; /* every arrival consumes a posted receive */
+    bool open;
+} fab_rail;
+
+typedef struct fab_stash {
+    uint64_t *immediates;
+    uint64_t first, count, capacity;
+} fab_stash;
+
+typedef struct fab_lane {
+    struct fab_context *context;
+    uint32_t index;
+    uint32_t num_rails;
+    fab_rail rails[FAB_MAX_RAILS];
+    fab_operation *operations;
+    uint32_t num_operations;
+    uint32_t free_head;
+    uint32_t in_flight; /* writes accepted and not yet reported */
+    uint32_t waiting_head, waiting_tail; /* operations that must be posted from poll */
+    uccl_ep_completion *done; /* ring of completions made here, not by a queue */
+    uint32_t done_first, done_count;
+    uint8_t *lost;     /* [rank]: bit r set: rail r to that rank is gone */
+    uint8_t *revoking; /* [rank]: bit r set: waiting for that rank's FAB_REVOKED */
+    uint8_t *greeted;  /* [rank * rails + rail]: fab_greeting bits */
+    uint32_t deaths_seen;
+    _Atomic uint32_t break_request; /* bit r set: close rail r at the next poll (tests) */
+    fab_stash stash;
+    fab_statistics statistics;
+    char error[256];
+} fab_lane;
+
+typedef struct fab_watch {
+    int32_t pidfd;
+    _Atomic uint64_t next_ns; /* when to look at the pidfd again */
+} fab_watch;
+
+struct fab_context {
+    const fab_library *library;
+    uccl_ep_transport_ops table;
+    fab_lane *lanes;
+    uint32_t num_lanes;
+    uint32_t num_rails;
+    uint32_t send_depth, receive_depth;
+    uint64_t stripe_bytes;
+    uint32_t rank, num_ranks;
+    uint64_t group;
+    _Atomic int32_t *dead;    /* by rank: uccl_ep_peer_state */
+    _Atomic uint32_t deaths;  /* how many are dead; lanes look for new ones when it moves */
+    uint8_t *expected;        /* by rank: 1 where a peer was added */
+    fab_watch *watches;       /* by rank */
+    char words[512];
+};
+
+static inline uint64_t fab_remote_address(const fab_rail *rail, const fab_remote *remote, uint32_t region,
+                                          uint64_t offset) {
+    return rail->virtual_address ? remote->base[region] + offset : offset;
+}
+
+uint64_t fab_now_ns(void);
+
+/* library.c */
+struct fi_info *fab_ask(const fab_library *library, const fab_query *query, int *error);
+
+/* endpoint.c */
+int fab_rail_open(fab_context *context, fab_lane *lane, fab_rail *rail, const struct fi_info *info);
+void fab_rail_close(fab_rail *rail);
+int fab_post_receive(fab_lane *lane, fab_rail *rail, uint32_t index);
+
+/* data.c */
+fab_operation *fab_take(fab_lane *lane);
+void fab_give(fab_lane *lane, fab_operation *operation);
+void fab_wait_to_post(fab_lane *lane, fab_operation *operation);
+void fab_post_waiting(fab_lane *lane);
+uint32_t fab_choose_rail(const fab_lane *lane, uint32_t peer);
+void fab_finish(fab_lane *lane, fab_operation *operation, int32_t status);
+int64_t fab_post_writes(void *context, uint32_t lane, const uccl_ep_write *writes, uint64_t count);
+
+/* poll.c */
+void fab_stash_push(fab_lane *lane, uint64_t immediate);
+uint64_t fab_read_arrivals(fab_lane *lane, uint32_t rail, uccl_ep_arrival *out, uint64_t capacity);
+int64_t fab_poll_completions(void *context, uint32_t lane, uccl_ep_completion *out, uint64_t capacity);
+int64_t fab_poll_arrivals(void *context, uint32_t lane, uccl_ep_arrival *out, uint64_t capacity);
+
+/* context.c */
+int32_t fab_peer_state(void *context, uint32_t peer);
+const char *fab_last_error(void *context, uint32_t lane);
+
+/* connect.c: control messages and the handshake */
+void fab_handle_message(fab_lane *lane, const fab_message *message);
+void fab_message_sent(fab_lane *lane, fab_operation *operation);
+int fab_send_message(fab_lane *lane, uint32_t rail, uint32_t peer, uint32_t kind, uint32_t argument);
+ssize_t fab_resend_message(fab_lane *lane, fab_operation *operation);
+
+/* failover.c */
+bool fab_is_peer_error(int error);
+void fab_bury(fab_context *context, uint32_t peer);
+void fab_forget_dead(fab_lane *lane);
+void fab_hold(fab_lane *lane, fab_operation *operation);
+void fab_lose_rail(fab_lane *lane, uint32_t rail, uint32_t peer, int error, const char *words);
+void fab_shut_rail(fab_lane *lane, uint32_t rail, const char *words);
+void fab_revoked(fab_lane *lane, uint32_t rail, uint32_t peer);
+
+#endif /* UCCL_EP_LIBFABRIC_FABRIC_H */

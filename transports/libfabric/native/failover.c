@@ -1,0 +1,172 @@
+/* A rail that fails.
+ *
+ * A write whose rail failed may have landed, may still lie in some queue and land later, or may be gone.
+ * It is sent again over another rail only after the receiver has closed its side of the failed one, so
+ * that no late copy can overwrite newer data. The receiver's answer (FAB_REVOKED) proves that. A write
+ * that did land then lands once more, with the same bytes and the same immediate: with more than one
+ * rail the transport does not promise `exactly_once`, and the counted plan tells the copy by its index.
+ *
+ * One broken path takes the rail away from this lane altogether, on both sides: simple, and right. With
+ * no rail left the peer counts as dead, for good: a connection that comes back proves nothing about the
+ * writes that were on it.
+ */
+#include <stdio.h>
+
+#include "fabric.h"
+
+/* Errors that speak of the peer or the path, not of what we asked for. */
+bool fab_is_peer_error(int error) {
+    switch (error < 0 ? -error : error) {
+    case 0:
+    case FI_EAGAIN:
+    case FI_EINVAL:
+    case FI_EACCES:
+    case FI_EPERM:
+    case FI_EMSGSIZE:
+    case FI_ENOMEM:
+    case FI_EBADFLAGS:
+    case FI_EKEYREJECTED:
+    case FI_ENOKEY:
+    case FI_ENOSYS:
+    case FI_EOPNOTSUPP:
+    case FI_ETRUNC:
+    case FI_ENOAV:
+        return false;
+    default:
+        return true;
+    }
+}
+
+void fab_hold(fab_lane *lane, fab_operation *operation) {
+    (void)lane;
+    operation->kind = operation->kind == FAB_CHUNK ? FAB_HELD_CHUNK : FAB_HELD_WRITE;
+}
+
+static bool is_held(const fab_operation *operation) {
+    return operation->kind == FAB_HELD_WRITE || operation->kind == FAB_HELD_CHUNK;
+}
+
+/* Writes on this rail to this peer that the provider has: hold a copy of each, and forget the original. */
+static void hold_posted(fab_lane *lane, uint32_t rail, uint32_t peer) {
+    for (uint32_t i = 0; i < lane->num_operations; i++) {
+        fab_operation *operation = &lane->operations[i];
+        if ((operation->kind != FAB_WRITE && operation->kind != FAB_CHUNK) || !operation->posted ||
+            operation->rail != rail || operation->write.peer != peer) {
+            continue;
+        }
+        fab_operation *copy = fab_take(lane);
+        if (!copy) {
+            fab_finish(lane, operation, -FI_ENOTCONN);
+            continue;
+        }
+        copy->kind = operation->kind;
+        copy->parent = operation->parent;
+        copy->write = operation->write;
+        copy->rail = (uint8_t)rail;
+        fab_hold(lane, copy);
+        operation->kind = FAB_ABANDONED;
+    }
+}
+
+static void release_held(fab_lane *lane, uint32_t rail, uint32_t peer, int32_t failure) {
+    for (uint32_t i = 0; i < lane->num_operations; i++) {
+        fab_operation *operation = &lane->operations[i];
+        if (!is_held(operation) || operation->write.peer != peer || (!failure && operation->rail != rail)) {
+            continue;
+        }
+        if (failure) {
+            fab_finish(lane, operation, failure);
+            continue;
+        }
+        operation->kind = operation->kind == FAB_HELD_CHUNK ? FAB_CHUNK : FAB_WRITE;
+        operation->rail = (uint8_t)FAB_MAX_RAILS;
+        lane->statistics.moved++;
+        fab_wait_to_post(lane, operation);
+    }
+}
+
+/* Any thread: a peer is dead, for good. */
+void fab_bury(fab_context *context, uint32_t peer) {
+    if (!atomic_exchange_explicit(&context->dead[peer], UCCL_EP_PEER_DEAD, memory_order_relaxed)) {
+        atomic_fetch_add_explicit(&context->deaths, 1, memory_order_release);
+    }
+}
+
+/* Writes towards the dead end here, also those of which the provider will never say a word. */
+void fab_forget_dead(fab_lane *lane) {
+    lane->deaths_seen = atomic_load_explicit(&lane->context->deaths, memory_order_acquire);
+    for (uint32_t peer = 0; peer < lane->context->num_ranks; peer++) {
+        if (!atomic_load_explicit(&lane->context->dead[peer], memory_order_relaxed)) {
+            continue;
+        }
+        lane->lost[peer] = UINT8_MAX;
+        for (uint32_t r = 0; r < lane->num_rails; r++) {
+            hold_posted(lane, r, peer);
+        }
+        release_held(lane, 0, peer, -FI_ENOTCONN);
+    }
+}
+
+void fab_lose_rail(fab_lane *lane, uint32_t rail, uint32_t peer, int error, const char *words) {
+    const uint8_t bit = (uint8_t)(1u << rail);
+    const bool first = !(lane->lost[peer] & bit);
+    if (first) {
+        lane->lost[peer] |= bit;
+        lane->statistics.rails_lost++;
+        snprintf(lane->error, sizeof lane->error, "rail %u of lane %u to rank %u failed: %s: %s", rail, lane->index,
+                 peer, fab_error_text(lane->context->library, error), words);
+        hold_posted(lane, rail, peer);
+    }
+    if (fab_choose_rail(lane, peer) == FAB_NONE) {
+        fab_bury(lane->context, peer);
+        release_held(lane, rail, peer, -FI_ENOTCONN);
+    } else if (first) {
+        lane->revoking[peer] |= bit;
+        fab_send_message(lane, (uint32_t)FAB_MAX_RAILS, peer, FAB_REVOKE, rail);
+    } else if (!(lane->revoking[peer] & bit)) {
+        release_held(lane, rail, peer, 0);
+    }
+}
+
+/* Close our side of a rail. Immediates that are here already are kept: their writes have landed. */
+void fab_shut_rail(fab_lane *lane, uint32_t rail_index, const char *words) {
+    fab_rail *rail = &lane->rails[rail_index];
+    if (!rail->open) {
+        return;
+    }
+    uccl_ep_arrival arrivals[FAB_CQ_BATCH];
+    uint64_t count;
+    while (rail->open && (count = fab_read_arrivals(lane, rail_index, arrivals, FAB_CQ_BATCH)) > 0) {
+        for (uint64_t i = 0; i < count; i++) {
+            fab_stash_push(lane, arrivals[i].immediate);
+        }
+    }
+    if (!rail->open) {
+        return; /* a message among the arrivals closed it */
+    }
+    fab_rail_close(rail);
+    for (uint32_t peer = 0; peer < lane->context->num_ranks; peer++) {
+        if (lane->context->expected[peer]) {
+            fab_lose_rail(lane, rail_index, peer, -FI_ENOTCONN, words);
+        }
+    }
+    /* The endpoint is gone, so the provider returns nothing of it any more. */
+    for (uint32_t i = 0; i < lane->num_operations; i++) {
+        fab_operation *operation = &lane->operations[i];
+        if (operation->rail == rail_index && operation->posted &&
+            (operation->kind == FAB_ABANDONED || operation->kind == FAB_SEND)) {
+            fab_give(lane, operation);
+        }
+    }
+    rail->outstanding_bytes = 0;
+}
+
+/* The peer has closed its side: what was held can go another way. */
+void fab_revoked(fab_lane *lane, uint32_t rail, uint32_t peer) {
+    lane->revoking[peer] &= (uint8_t)~(1u << rail);
+    release_held(lane, rail, peer, 0);
+}
+
+void fab_break_rail(fab_context *context, uint32_t lane, uint32_t rail) {
+    atomic_fetch_or_explicit(&context->lanes[lane].break_request, 1u << rail, memory_order_relaxed);
+}

@@ -1,0 +1,91 @@
+"""What one rank tells the others: its endpoints, and the keys of its memory on each."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from collections.abc import Sequence
+
+from uccl_ep_core.errors import TransportError
+
+from .leftovers import Process
+
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Endpoint:
+    """One rail of one lane.
+
+    Attributes:
+        name: the provider's address of the endpoint.
+        keys: remote key of each region.
+        bases: address of each region in its process, used where the provider addresses virtually.
+    """
+
+    name: bytes
+    keys: tuple[int, ...]
+    bases: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """One rank's address.
+
+    Attributes:
+        provider: libfabric's name of the provider; must be equal on all ranks.
+        protocol: its wire protocol; likewise.
+        library: version of libfabric, for error messages.
+        process: the process behind it.
+        host: the machine's name, for people.
+        local_only: bound to loopback or to shared memory, so that only this machine reaches it.
+        lanes: endpoints by lane, then by rail.
+    """
+
+    provider: str
+    protocol: str
+    library: str
+    process: Process
+    host: str
+    local_only: bool
+    lanes: tuple[tuple[Endpoint, ...], ...]
+
+    def pack(self) -> bytes:
+        lanes = [
+            [[base64.b64encode(end.name).decode(), list(end.keys), list(end.bases)] for end in lane]
+            for lane in self.lanes
+        ]
+        fields = {**dataclasses.asdict(self), "format": FORMAT, "lanes": lanes}
+        return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def unpack(data: bytes, rank: int) -> Address:
+    """Read `Address.pack`.
+
+    Raises:
+        TransportError: it is no address of this transport; names the rank.
+    """
+    try:
+        fields = json.loads(data)
+        version = fields.pop("format")
+        if version != FORMAT:
+            raise TransportError(
+                f"libfabric: rank {rank} runs another version of uccl_ep (address format {version}, here {FORMAT}): "
+                "install the same version on all ranks"
+            )
+        lanes: Sequence[Sequence[Sequence[object]]] = fields.pop("lanes")
+        fields["process"] = Process(**fields["process"])
+        ends = tuple(
+            tuple(
+                Endpoint(base64.b64decode(str(name)), tuple(keys), tuple(bases))  # type: ignore[arg-type]
+                for name, keys, bases in lane
+            )
+            for lane in lanes
+        )
+        return Address(lanes=ends, **fields)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TransportError(
+            f"libfabric: the address of rank {rank} is not one of this transport ({error}): "
+            "all ranks must use transport libfabric"
+        ) from error
