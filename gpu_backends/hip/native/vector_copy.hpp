@@ -1,0 +1,65 @@
+// Copies by vector loads and stores of a wavefront: any address, any size, any memory.
+#pragma once
+
+#include "uccl_ep/integers.hpp"
+
+namespace uccl_ep::device::detail {
+
+// There is no reliable macro for the width: clang 22 dropped the old one, and a default of 64 would be
+// wrong on RDNA without a word. GFX9 (which CDNA is) has 64 lanes, later ones run kernels with 32.
+#if defined(__GFX9__)
+inline constexpr uint32_t kWavefront = 64;
+#else
+inline constexpr uint32_t kWavefront = 32;
+#endif
+
+UCCL_EP_DEVICE uint32_t lane() {
+    const uint32_t low = __builtin_amdgcn_mbcnt_lo(~0u, 0u);
+    if constexpr (kWavefront == 64) return __builtin_amdgcn_mbcnt_hi(~0u, low);
+    return low;
+}
+
+using Quad = uint32_t __attribute__((ext_vector_type(4)));
+
+// Several loads of a lane are in flight before the first store, or each would cost a full latency.
+template <class Piece>
+UCCL_EP_DEVICE void copy_pieces(uint8_t *destination, const uint8_t *source, uint64_t count) {
+    constexpr uint32_t kUnroll = 8;
+    auto *to = reinterpret_cast<Piece *>(destination);
+    const auto *from = reinterpret_cast<const Piece *>(source);
+    uint64_t i = lane();
+    for (; i + (kUnroll - 1) * kWavefront < count; i += kUnroll * kWavefront) {
+        Piece pieces[kUnroll];
+#pragma unroll
+        for (uint32_t j = 0; j < kUnroll; ++j) pieces[j] = from[i + j * kWavefront];
+#pragma unroll
+        for (uint32_t j = 0; j < kUnroll; ++j) to[i + j * kWavefront] = pieces[j];
+    }
+    for (; i < count; i += kWavefront) to[i] = from[i];
+}
+
+// The part up to the first boundary of `Piece` in the destination and the part behind the last one go
+// byte by byte.
+template <class Piece>
+UCCL_EP_DEVICE void copy_aligned(uint8_t *destination, const uint8_t *source, uint64_t bytes) {
+    const uint64_t to_boundary = (sizeof(Piece) - reinterpret_cast<uint64_t>(destination) % sizeof(Piece)) % sizeof(Piece);
+    const uint64_t head = to_boundary < bytes ? to_boundary : bytes;
+    const uint64_t body = (bytes - head) / sizeof(Piece) * sizeof(Piece);
+    copy_pieces<uint8_t>(destination, source, head);
+    copy_pieces<Piece>(destination + head, source + head, body / sizeof(Piece));
+    copy_pieces<uint8_t>(destination + head + body, source + head + body, bytes - head - body);
+}
+
+static UCCL_EP_HIP_DEVICE __attribute__((noinline)) void vector_copy(uint8_t *destination, const uint8_t *source,
+                                                                     uint64_t bytes) {
+    const uint64_t difference = reinterpret_cast<uint64_t>(destination) ^ reinterpret_cast<uint64_t>(source);
+    if (difference % 16 == 0) {
+        copy_aligned<Quad>(destination, source, bytes);
+    } else if (difference % 4 == 0) {
+        copy_aligned<uint32_t>(destination, source, bytes);
+    } else {
+        copy_pieces<uint8_t>(destination, source, bytes);
+    }
+}
+
+}  // namespace uccl_ep::device::detail
