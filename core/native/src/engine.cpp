@@ -1,0 +1,144 @@
+#include "engine.hpp"
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <climits>
+#include <cstddef>
+#include <stdexcept>
+
+#include "clock.hpp"
+
+namespace uccl_ep {
+namespace {
+
+constexpr double kJoinGraceS = 1.0;  // beyond the stop's own limit, for threads that are not scheduled
+
+void require(bool holds, const std::string &words) {
+    if (!holds) {
+        throw std::invalid_argument(words);
+    }
+}
+
+void pin_to(uint32_t cpu) {
+    const long cpus = sysconf(_SC_NPROCESSORS_ONLN);
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(cpus > 0 ? cpu % static_cast<uint32_t>(cpus) : 0, &set);
+    (void)pthread_setaffinity_np(pthread_self(), sizeof(set), &set);  // a wish: refusal costs speed only
+}
+
+}  // namespace
+
+void prepare(EngineShared &shared) {
+    const uccl_ep_transport_ops *ops = shared.ops;
+    require(ops != nullptr && ops->magic == UCCL_EP_TRANSPORT_MAGIC, "no uccl_ep_transport_ops at this address");
+    require(ops->size >= offsetof(uccl_ep_transport_ops, poll_arrivals),
+            "the transport's table of functions is too short: compile it against uccl_ep/transport.h");
+    require(ops->post_writes != nullptr && ops->poll_completions != nullptr,
+            "the transport lacks post_writes or poll_completions");
+    require(shared.plan != PlanKind::kNative || ops->post_signals != nullptr,
+            "the native plan needs a transport with post_signals; use the plan counted or fenced");
+    require(shared.plan != PlanKind::kCounted || ops->poll_arrivals != nullptr,
+            "the counted plan needs a transport with poll_arrivals; use the plan native or fenced");
+    require(shared.plan != PlanKind::kFenced || shared.limits.placement_proof,
+            "the fenced plan needs delivery_complete or flush");
+    require(shared.num_proxies >= 1 && shared.num_proxies <= kMaxLanes,
+            "the number of proxies must be from 1 to " + std::to_string(kMaxLanes));
+    require(shared.num_proxies <= shared.limits.lanes, "more proxies than the transport has lanes (" +
+                                                           std::to_string(shared.limits.lanes) + ")");
+    require(shared.limits.alignment >= 1 && shared.limits.max_message >= shared.limits.alignment,
+            "the transport's max_message is below its alignment");
+    require(shared.limits.send_queue_depth >= 1, "the transport's send_queue_depth must be at least 1");
+    require(shared.layout.num_signals() <= kMaxSignals, "more signals than a command can name");
+    require(shared.rank < shared.layout.num_ranks && shared.layout.num_ranks <= kMaxRanks,
+            "rank outside the group, or a group above " + std::to_string(kMaxRanks) + " ranks");
+    require(shared.channel != nullptr && shared.channel->num_rings() >= 1, "no channel");
+    shared.data_bytes = shared.layout.data_bytes();
+    shared.control_bytes = shared.layout.control_bytes();
+    shared.is_remote.assign(shared.layout.num_ranks, 0);
+    for (const uint32_t peer : shared.remote_peers) {
+        require(peer < shared.layout.num_ranks && peer != shared.rank,
+                "remote peer " + std::to_string(peer) + " is this rank or no rank");
+        shared.is_remote[peer] = 1;
+    }
+    shared.sender_signals =
+        std::vector<SenderSignal>(uint64_t{shared.layout.num_ranks} * shared.layout.outbox_entries());
+    shared.inflight_peer = std::vector<std::atomic<uint64_t>>(shared.layout.num_ranks);
+}
+
+Engine::Engine(std::shared_ptr<EngineShared> shared) : shared_(std::move(shared)), ends_(std::make_shared<Ends>()) {
+    prepare(*shared_);
+    for (uint32_t lane = 0; lane < shared_->num_proxies; ++lane) {
+        proxies_.push_back(std::make_shared<Proxy>(shared_, lane));
+    }
+}
+
+Engine::~Engine() { stop(shared_->options.timeout_s < 5 ? shared_->options.timeout_s : 5); }
+
+void Engine::start() {
+    if (!threads_.empty() || shared_->stop_requested.load()) {
+        throw std::invalid_argument("an engine starts once");
+    }
+    ends_->running = shared_->num_proxies;
+    for (uint32_t lane = 0; lane < shared_->num_proxies; ++lane) {
+        // The thread owns all it touches, so that one that never returns cannot touch freed memory.
+        threads_.emplace_back([shared = shared_, proxy = proxies_[lane], ends = ends_, lane] {
+            if (shared->options.pin) {
+                pin_to(shared->options.first_cpu + lane);
+            }
+            proxy->run();
+            const std::lock_guard lock(ends->mutex);
+            --ends->running;
+            ends->changed.notify_all();
+        });
+    }
+}
+
+bool Engine::running() const {
+    const std::lock_guard lock(ends_->mutex);
+    return ends_->running != 0;
+}
+
+bool Engine::stop(double timeout_s) {
+    if (threads_.empty()) {
+        return stop_error_.empty();
+    }
+    shared_->stop_deadline_ns = now_ns() + static_cast<uint64_t>(timeout_s * 1e9);
+    shared_->stop_requested.store(true, std::memory_order_release);
+    shared_->wake.store(1);
+    syscall(SYS_futex, reinterpret_cast<uint32_t *>(&shared_->wake), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+    bool ended = false;
+    {
+        std::unique_lock lock(ends_->mutex);
+        ended = ends_->changed.wait_for(lock, std::chrono::duration<double>(timeout_s + kJoinGraceS),
+                                        [&] { return ends_->running == 0; });
+    }
+    for (std::thread &thread : threads_) {
+        if (ended) {
+            thread.join();
+        } else {
+            thread.detach();
+        }
+    }
+    threads_.clear();
+    if (!ended) {
+        stop_error_ = "a proxy did not end within its limit: a function of the transport blocks";
+    }
+    return ended;
+}
+
+std::string Engine::error() const {
+    for (const auto &proxy : proxies_) {
+        const std::string words = proxy->error();
+        if (!words.empty()) {
+            return words;
+        }
+    }
+    return stop_error_;
+}
+
+}  // namespace uccl_ep

@@ -1,0 +1,63 @@
+// How one proxy keeps data before signals: a class per ordering plan, a file each.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "engine_types.hpp"
+#include "outbound.hpp"
+
+namespace uccl_ep {
+
+// What a plan found wrong; becomes a verdict.
+struct Fault {
+    uint32_t culprit = 0;
+    Reason reason = Reason::kNone;
+    uint64_t signal = 0;
+    uint64_t expected = 0;
+    uint64_t seen = 0;
+    std::string words;
+};
+
+class Plan {
+public:
+    // Operations that staging one command may need, at most (one write, or an empty message for each
+    // number that a kernel skipped).
+    static constexpr uint64_t kOperationsPerCommand = 40;
+
+    virtual ~Plan() = default;
+
+    // May a write or an empty end of message be staged now? False: later (a window is full).
+    virtual bool admit(uint32_t peer, uint32_t key, uint64_t value) = 0;
+    // Stage a write of payload. `op.last`: it ends its message.
+    virtual void write(const uccl_ep_write &write, const Op &op) = 0;
+    // Stage the end of a message that has no more bytes.
+    virtual void end(const Op &op) = 0;
+    // A write or an operation of the plan's own has completed without error.
+    virtual void completed(const Op &op) = 0;
+    // Look for arrivals and for work put off; returns how much was done.
+    virtual uint64_t poll() = 0;
+    // About once a millisecond.
+    virtual void tick() {}
+    // Signals put off that still have to leave before an orderly stop.
+    virtual bool pending() const { return false; }
+
+    // Set once; the proxy turns it into a verdict.
+    const Fault *fault() const { return fault_.reason == Reason::kNone ? nullptr : &fault_; }
+
+protected:
+    void fail(Fault fault) {
+        if (fault_.reason == Reason::kNone) {
+            fault_ = std::move(fault);
+        }
+    }
+
+private:
+    Fault fault_;
+};
+
+std::unique_ptr<Plan> make_native_plan(EngineShared &shared, uint32_t lane, Outbound &outbound, ProxyStats &stats);
+std::unique_ptr<Plan> make_counted_plan(EngineShared &shared, uint32_t lane, Outbound &outbound, ProxyStats &stats);
+std::unique_ptr<Plan> make_fenced_plan(EngineShared &shared, uint32_t lane, Outbound &outbound, ProxyStats &stats);
+
+}  // namespace uccl_ep

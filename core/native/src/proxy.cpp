@@ -1,0 +1,408 @@
+#include "proxy.hpp"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "clock.hpp"
+
+namespace uccl_ep {
+namespace {
+
+constexpr uint64_t kTickNs = 1'000'000;
+constexpr uint64_t kBackOffNs = 50'000;               // the longest an idle proxy looks away
+constexpr uint64_t kForwardAfterAbortNs = 100'000'000;  // verdicts may still leave for this long at a stop
+constexpr uint64_t kCompletionsPerPoll = 256;
+constexpr uint64_t kMaxMergedBytes = uint64_t{1} << 30;
+
+std::unique_ptr<Plan> make_plan(EngineShared &shared, uint32_t lane, Outbound &outbound, ProxyStats &stats) {
+    switch (shared.plan) {
+    case PlanKind::kNative:
+        return make_native_plan(shared, lane, outbound, stats);
+    case PlanKind::kCounted:
+        return make_counted_plan(shared, lane, outbound, stats);
+    case PlanKind::kFenced:
+        break;
+    }
+    return make_fenced_plan(shared, lane, outbound, stats);
+}
+
+}  // namespace
+
+Proxy::Proxy(std::shared_ptr<EngineShared> shared, uint32_t lane)
+    : shared_(std::move(shared)), lane_(lane), outbound_(*shared_, lane, stats_),
+      plan_(make_plan(*shared_, lane, outbound_, stats_)), notices_(*shared_, lane, outbound_, stats_),
+      completions_(kCompletionsPerPoll) {
+    for (uint32_t ring = lane; ring < shared_->channel->num_rings(); ring += shared_->num_proxies) {
+        rings_.emplace_back(*shared_->channel, ring);
+    }
+    const TransportLimits &limits = shared_->limits;
+    max_write_ = std::min(limits.max_message, kMaxMergedBytes) / limits.alignment * limits.alignment;
+    cap_peer_ = shared_->options.max_inflight_peer != 0 ? shared_->options.max_inflight_peer : limits.max_inflight;
+    capped_ = cap_peer_ != 0 || shared_->options.max_inflight_nic != 0;
+}
+
+std::string Proxy::error() const {
+    const std::lock_guard lock(error_mutex_);
+    return error_;
+}
+
+void Proxy::fail(const Fault &fault) {
+    {
+        const std::lock_guard lock(error_mutex_);
+        if (error_.empty()) {
+            error_ = "proxy " + std::to_string(lane_) + ": " + fault.words;
+        }
+    }
+    shared_->verdicts->report(fault.culprit, fault.reason, fault.signal, fault.expected, fault.seen);
+}
+
+void Proxy::lane_broke(int64_t error, uint32_t peer, const char *what) {
+    broken_ = true;
+    const char *words = shared_->ops->last_error != nullptr
+                            ? shared_->ops->last_error(shared_->ops->context, lane_)
+                            : nullptr;
+    const bool dead = shared_->ops->peer_state != nullptr && peer != shared_->rank &&
+                      shared_->ops->peer_state(shared_->ops->context, peer) == UCCL_EP_PEER_DEAD;
+    fail(Fault{peer, dead ? Reason::kDead : Reason::kTransport, 0, 0, 0,
+               std::string(what) + " towards rank " + std::to_string(peer) + ": " +
+                   std::strerror(static_cast<int>(-error)) + (words != nullptr && *words != 0 ? "; " : "") +
+                   (words != nullptr ? words : "")});
+}
+
+// Everything a kernel could get wrong, before a byte moves. The rank at fault is this one.
+bool Proxy::check(const Command &command) {
+    const Layout &layout = shared_->layout;
+    const uint64_t alignment = shared_->limits.alignment;
+    const char *wrong = nullptr;
+    if (command.operation != Operation::kWrite && command.operation != Operation::kWriteSignal) {
+        wrong = "unknown operation";
+    } else if (command.peer >= layout.num_ranks || shared_->is_remote[command.peer] == 0) {
+        wrong = "no rank that is reached through the transport";
+    } else if (command.bytes > kMaxWriteBytes) {
+        wrong = "more than 16 MiB in one command";
+    } else if (command.local_offset > shared_->data_bytes ||
+               command.bytes > shared_->data_bytes - command.local_offset) {
+        wrong = "source outside the data window";
+    } else if (command.remote_offset > shared_->data_bytes ||
+               command.bytes > shared_->data_bytes - command.remote_offset) {
+        wrong = "target outside the data window";
+    } else if (command.signal >= layout.num_signals()) {
+        wrong = "no such signal";
+    } else if (shared_->signal_writer(command.signal) != shared_->rank) {
+        wrong = "a signal that another rank writes";
+    } else if (alignment > 1 && (command.bytes % alignment | command.local_offset % alignment |
+                                 command.remote_offset % alignment) != 0) {
+        wrong = "not aligned as the transport needs";
+    } else {
+        SenderSignal &signal = shared_->sender_signals[shared_->key(command.peer, command.signal)];
+        uint8_t owner = signal.owner.load(std::memory_order_relaxed);
+        if (owner == 0) {
+            signal.owner.compare_exchange_strong(owner, static_cast<uint8_t>(lane_ + 1));
+            owner = signal.owner.load(std::memory_order_relaxed);
+        }
+        if (owner != lane_ + 1) {
+            wrong = "a signal that was sent on the rings of two proxies";
+        } else if (signal.open ? command.value != signal.value : command.value <= signal.value) {
+            wrong = "message out of sequence";
+        } else {
+            signal.value = command.value;
+            signal.open = command.operation == Operation::kWrite;
+            return true;
+        }
+    }
+    fail(Fault{shared_->rank, Reason::kBadCommand, command.signal, shared_->data_bytes, command.remote_offset,
+               std::string("command refused: ") + wrong + " (operation " +
+                   std::to_string(static_cast<uint32_t>(command.operation)) + ", peer " +
+                   std::to_string(command.peer) + ", " + std::to_string(command.bytes) + " bytes from " +
+                   std::to_string(command.local_offset) + " to " + std::to_string(command.remote_offset) +
+                   " of windows of " + std::to_string(shared_->data_bytes) + " bytes, signal " +
+                   std::to_string(command.signal) + " of " + std::to_string(layout.num_signals()) + ", value " +
+                   std::to_string(command.value) + ")"});
+    return false;
+}
+
+bool Proxy::under_caps(uint32_t peer, uint64_t bytes) const {
+    if (!capped_) {
+        return true;
+    }
+    // A write larger than a cap goes alone.
+    const uint64_t of_peer = shared_->inflight_peer[peer].load(std::memory_order_relaxed);
+    if (cap_peer_ != 0 && of_peer != 0 && of_peer + bytes > cap_peer_) {
+        return false;
+    }
+    const uint64_t cap_nic = shared_->options.max_inflight_nic;
+    const uint64_t of_nic = shared_->inflight_nic.load(std::memory_order_relaxed);
+    return cap_nic == 0 || of_nic == 0 || of_nic + bytes <= cap_nic;
+}
+
+void Proxy::charge(uint32_t peer, uint64_t bytes, bool add) {
+    if (capped_) {
+        const uint64_t change = add ? bytes : uint64_t{0} - bytes;
+        shared_->inflight_peer[peer].fetch_add(change, std::memory_order_relaxed);
+        shared_->inflight_nic.fetch_add(change, std::memory_order_relaxed);
+    }
+}
+
+void Proxy::seal() {
+    if (have_open_) {
+        have_open_ = false;
+        stats_.writes.add(1);
+        stats_.bytes.add(open_write_.bytes);
+        plan_->write(open_write_, open_op_);
+    }
+}
+
+bool Proxy::stage(RingReader &ring) {
+    if (!ring.begun) {
+        if (!ring.peek(&ring.current) || !check(ring.current)) {
+            return false;
+        }
+        ring.begun = true;
+        ring.done = 0;
+        ring.begin();
+        stats_.commands.add(1);
+    }
+    const Command &command = ring.current;
+    const uint32_t ring_slot = static_cast<uint32_t>(&ring - rings_.data());
+    const uint64_t piece = std::min(command.bytes - ring.done, max_write_);
+    const bool ends_command = ring.done + piece == command.bytes;
+    const bool last = ends_command && command.operation == Operation::kWriteSignal;
+    const uint32_t key = shared_->key(command.peer, command.signal);
+    const bool same_message = have_open_ && !open_op_.last && open_op_.key == key && open_op_.value == command.value;
+
+    if (same_message && piece == 0) {
+        open_op_.last = last;
+    } else if (piece == 0 && !last) {
+        // A write of nothing that ends nothing.
+    } else if (same_message && ring.done == 0 && open_op_.ring == ring_slot &&
+               open_op_.first_ticket + open_op_.commands == ring.ticket() &&
+               open_write_.local_offset + open_write_.bytes == command.local_offset &&
+               open_write_.remote_offset + open_write_.bytes == command.remote_offset &&
+               open_write_.bytes + piece <= max_write_ && under_caps(command.peer, piece)) {
+        open_write_.bytes += piece;
+        open_op_.bytes += piece;
+        open_op_.commands += 1;
+        open_op_.last = last;
+        ring.add_write(ring.ticket());
+        charge(command.peer, piece, true);
+        stats_.merged.add(1);
+    } else {
+        seal();
+        if (!outbound_.room(2 * Plan::kOperationsPerCommand) || !under_caps(command.peer, piece) ||
+            !plan_->admit(command.peer, key, command.value)) {
+            return false;
+        }
+        Op op;
+        op.last = last;
+        op.peer = command.peer;
+        op.ring = ring_slot;
+        op.signal = command.signal;
+        op.key = key;
+        op.value = command.value;
+        if (piece == 0) {
+            plan_->end(op);
+        } else {
+            op.commands = 1;
+            op.first_ticket = ring.ticket();
+            op.bytes = piece;
+            open_op_ = op;
+            open_write_ = uccl_ep_write{};
+            open_write_.peer = command.peer;
+            open_write_.local_region = UCCL_EP_REGION_DATA;
+            open_write_.remote_region = UCCL_EP_REGION_DATA;
+            open_write_.local_offset = command.local_offset + ring.done;
+            open_write_.remote_offset = command.remote_offset + ring.done;
+            open_write_.bytes = piece;
+            have_open_ = true;
+            ring.add_write(ring.ticket());
+            charge(command.peer, piece, true);
+            if (ring.done != 0) {
+                stats_.split.add(1);
+            }
+        }
+    }
+    ring.done += piece;
+    if (ends_command) {
+        ring.begun = false;
+        ring.pop();
+    }
+    return true;
+}
+
+uint64_t Proxy::drain(RingReader &ring) {
+    uint64_t done = 0;
+    while (done < shared_->options.batch && stage(ring)) {
+        ++done;
+    }
+    return done;
+}
+
+uint64_t Proxy::poll_completions() {
+    if (outbound_.posted() == 0) {
+        return 0;
+    }
+    const int64_t count = shared_->ops->poll_completions(shared_->ops->context, lane_, completions_.data(),
+                                                         completions_.size());
+    if (count < 0) {
+        lane_broke(count, shared_->remote_peers.size() == 1 ? shared_->remote_peers[0] : shared_->rank,
+                   "polling completions failed");
+        return 0;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+        const uccl_ep_completion &completion = completions_[static_cast<uint64_t>(i)];
+        const Op *op = outbound_.complete(completion.token);
+        if (op == nullptr) {
+            fail(Fault{shared_->rank, Reason::kTransport, 0, 0, completion.token,
+                       "the transport completed token " + std::to_string(completion.token) +
+                           ", which was not posted or had completed before"});
+            continue;
+        }
+        if (op->kind == OpKind::kNotice || op->kind == OpKind::kVerdict) {
+            notices_.completed(*op);  // best effort: an error says no more than the peer's state does
+            continue;
+        }
+        if (op->kind == OpKind::kCommand) {
+            rings_[op->ring].finish(op->first_ticket, op->commands);
+            charge(op->peer, op->bytes, false);
+        }
+        if (completion.status != 0) {
+            if (!shared_->verdicts->aborted() && !shared_->verdicts->peer_closed(op->peer)) {
+                lane_broke(completion.status, op->peer, "a write failed");
+                broken_ = false;  // other peers of the lane may still take verdicts
+            }
+        } else {
+            plan_->completed(*op);
+        }
+    }
+    stats_.completions.add(static_cast<uint64_t>(count));
+    return static_cast<uint64_t>(count);
+}
+
+bool Proxy::flush() {
+    if (broken_ || !outbound_.staged()) {
+        return false;
+    }
+    const int64_t result = outbound_.flush();
+    if (result < 0) {
+        lane_broke(result, outbound_.next_peer(), "posting failed");
+    }
+    return true;
+}
+
+uint64_t Proxy::pass() {
+    uint64_t done = broken_ ? 0 : poll_completions();
+    const bool aborted = shared_->verdicts->aborted();
+    if (!aborted && !broken_) {
+        done += plan_->poll();
+        if (!outbound_.staged()) {
+            for (RingReader &ring : rings_) {
+                done += drain(ring);
+            }
+            seal();
+        }
+        if (const Fault *fault = plan_->fault()) {
+            fail(*fault);
+        }
+    }
+    flush();
+    for (RingReader &ring : rings_) {
+        ring.publish();
+    }
+    return done;
+}
+
+bool Proxy::finished(uint64_t now) {
+    if (!shared_->stop_requested.load(std::memory_order_acquire)) {
+        return false;
+    }
+    if (now >= shared_->stop_deadline_ns.load(std::memory_order_relaxed)) {
+        return true;
+    }
+    if (broken_ || shared_->verdicts->aborted()) {
+        if (aborted_at_ns_ == 0) {
+            aborted_at_ns_ = now;
+        }
+        notices_.tick(now);
+        flush();
+        return broken_ || (notices_.told() && now - aborted_at_ns_ > 2 * kTickNs) ||
+               now - aborted_at_ns_ > kForwardAfterAbortNs;
+    }
+    if (!drained_told_) {
+        const bool quiet = std::all_of(rings_.begin(), rings_.end(), [](const RingReader &ring) {
+            return !ring.begun && ring.quiet();
+        });
+        if (!idle() || !quiet) {
+            return false;
+        }
+        drained_told_ = true;
+        shared_->drained.fetch_add(1, std::memory_order_acq_rel);
+    }
+    if (lane_ != 0) {
+        return true;
+    }
+    // Data of every lane first, then the word that says this rank left in order.
+    return shared_->drained.load(std::memory_order_acquire) >= shared_->num_proxies && notices_.tell_closed() &&
+           notices_.told();
+}
+
+// Spin, then yield, then look away for at most 50 us, and that only when nothing is under way.
+void Proxy::back_off(uint64_t empty_passes) {
+    if (empty_passes < shared_->options.spins) {
+        cpu_pause();
+    } else if (empty_passes < uint64_t{shared_->options.spins} + shared_->options.yields ||
+               outbound_.outstanding() != 0) {
+        sched_yield();
+    } else {
+        const timespec limit{0, static_cast<long>(kBackOffNs)};
+        syscall(SYS_futex, reinterpret_cast<uint32_t *>(&shared_->wake), FUTEX_WAIT_PRIVATE, 0, &limit, nullptr, 0);
+    }
+}
+
+void Proxy::run() {
+    uint64_t empty_passes = 0;
+    uint64_t since_clock = 0;
+    uint64_t now = now_ns();
+    uint64_t busy_since = 0;
+    for (;;) {
+        const uint64_t done = pass();
+        stats_.passes.add(1);
+        if (done != 0 && busy_since == 0) {
+            busy_since = now_ns();
+        } else if (done == 0 && busy_since != 0) {
+            now = now_ns();
+            stats_.busy_ns.add(now - busy_since);
+            busy_since = 0;
+        }
+        empty_passes = done != 0 ? 0 : empty_passes + 1;
+        if (++since_clock >= 64 || empty_passes > shared_->options.spins) {
+            since_clock = 0;
+            now = now_ns();
+            if (now - last_tick_ns_ >= kTickNs) {
+                last_tick_ns_ = now;
+                if (!broken_) {
+                    notices_.tick(now);
+                    plan_->tick();
+                }
+            }
+        }
+        if (shared_->stop_requested.load(std::memory_order_relaxed) && done == 0) {
+            now = now_ns();
+            if (finished(now)) {
+                return;
+            }
+        } else if (shared_->stop_requested.load(std::memory_order_relaxed) &&
+                   now_ns() >= shared_->stop_deadline_ns.load(std::memory_order_relaxed)) {
+            return;
+        }
+        if (done == 0) {
+            back_off(empty_passes);
+        }
+    }
+}
+
+}  // namespace uccl_ep

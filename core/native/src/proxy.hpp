@@ -1,0 +1,66 @@
+// A proxy: the thread that drains its rings into its lane. The hot loop allocates nothing.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "engine_types.hpp"
+#include "notices.hpp"
+#include "outbound.hpp"
+#include "plan.hpp"
+#include "ring_reader.hpp"
+
+namespace uccl_ep {
+
+class Proxy {
+public:
+    Proxy(std::shared_ptr<EngineShared> shared, uint32_t lane);
+
+    void run();  // the thread's body; returns at the engine's stop, at the latest at its deadline
+    // One turn, for tests and for run(); returns how much was done.
+    uint64_t pass();
+
+    const ProxyStats &stats() const { return stats_; }
+    std::string error() const;
+    bool idle() const { return !have_open_ && outbound_.outstanding() == 0 && !plan_->pending(); }
+
+private:
+    uint64_t poll_completions();
+    uint64_t drain(RingReader &ring);
+    bool stage(RingReader &ring);  // one step of the ring's current command; false: not now
+    bool check(const Command &command);
+    bool under_caps(uint32_t peer, uint64_t bytes) const;
+    void charge(uint32_t peer, uint64_t bytes, bool add);
+    void seal();
+    bool flush();
+    void fail(const Fault &fault);
+    void lane_broke(int64_t error, uint32_t peer, const char *what);
+    void back_off(uint64_t empty_passes);
+    bool finished(uint64_t now);
+
+    std::shared_ptr<EngineShared> shared_;
+    uint32_t lane_;
+    ProxyStats stats_;
+    Outbound outbound_;
+    std::unique_ptr<Plan> plan_;
+    Notices notices_;
+    std::vector<RingReader> rings_;
+    std::vector<uccl_ep_completion> completions_;
+    uint64_t max_write_;      // bytes
+    uint64_t cap_peer_;
+    bool capped_;
+    bool have_open_ = false;  // the write that the next command may still join
+    uccl_ep_write open_write_{};
+    Op open_op_{};
+    uint64_t last_tick_ns_ = 0;
+    bool broken_ = false;     // the lane failed: the transport is not called on it any more
+    bool drained_told_ = false;
+    uint64_t aborted_at_ns_ = 0;
+    mutable std::mutex error_mutex_;
+    std::string error_;
+};
+
+}  // namespace uccl_ep
