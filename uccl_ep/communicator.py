@@ -150,15 +150,15 @@ class Communicator:
             together(bootstrap, "opening the transport", self._open_transport)
         self.capacity = LowLatencyCapacity.of(low_latency_bytes, self.num_ranks, remote=bool(remote))
         self.layout = _native.Layout(
-            self.num_ranks,
-            self.ranks_per_domain,
-            self.num_channels,
-            general.num_slots,
-            general.slot_bytes,
-            self.capacity.dispatch_bytes,
-            self.capacity.combine_bytes,
-            self.capacity.outbox_bytes,
-            bool(remote),
+            num_ranks=self.num_ranks,
+            ranks_per_domain=self.ranks_per_domain,
+            num_channels=self.num_channels,
+            num_slots=general.num_slots,
+            slot_bytes=general.slot_bytes,
+            ll_dispatch_bytes=self.capacity.dispatch_bytes,
+            ll_combine_bytes=self.capacity.combine_bytes,
+            ll_outbox_bytes=self.capacity.outbox_bytes,
+            has_remote=bool(remote),
         )
         together(bootstrap, "allocating windows", lambda: self._allocate(bool(remote)))
         peers = bootstrap.all_gather(
@@ -169,12 +169,16 @@ class Communicator:
             )
         )
         together(bootstrap, "importing windows of the scale-up domain", lambda: self._import(peers))
-        identities = [identity if rank != self.rank else b"" for rank, (_, _, identity) in enumerate(peers)]
+        identities = {rank: identity for rank, (_, _, identity) in enumerate(peers) if rank != self.rank}
         self.verdicts = _native.Verdicts(
             self.rank,
             self.layout,
             self.control.memory.pointer,
-            [0 if window is None else window.memory.pointer for window in self._peer_control],
+            {
+                rank: window.memory.pointer
+                for rank, window in enumerate(self._peer_control)
+                if window is not None and rank != self.rank
+            },
         )
         if remote:
             addresses = bootstrap.all_gather(
@@ -285,21 +289,27 @@ class Communicator:
         return self.transport.address()
 
     def _connect(self, addresses: list[bytes], remote: list[int]) -> None:
-        from uccl_ep_core.engine import make_engine
-
         general = self.general
         self.transport.connect(self.rank, addresses, remote, general.num_proxies, general.timeout_s)
-        engine = make_engine(
-            rank=self.rank,
-            layout=self.layout,
-            data_pointer=self.data.memory.pointer,
-            control_pointer=self.control.memory.pointer,
-            transport=self.transport,
-            plan=self.plan.name,
-            remote_peers=remote,
-            channel=self.channel,
-            verdicts=self.verdicts,
-            general=general,
+        engine = _native.Engine(
+            self.rank,
+            self.layout,
+            self.data.memory.pointer,
+            self.control.memory.pointer,
+            self.transport.native_ops,
+            self.plan.name,
+            self.transport.capabilities,
+            remote,
+            self.channel,
+            general.num_proxies,
+            self.verdicts,
+            {
+                "timeout_s": general.timeout_s,
+                "max_inflight_peer": general.max_inflight_bytes_per_peer,
+                "max_inflight_nic": general.max_inflight_bytes_per_nic,
+                "pin": general.pin_proxies,
+                "trace": general.trace,
+            },
         )
         self._resources.engine = self.engine = engine
         engine.start()
@@ -355,7 +365,7 @@ class Communicator:
         Raises:
             PeerFailure: naming the rank at fault; the buffer is closed to further use.
         """
-        if not self.verdicts.aborted():
+        if not self.verdicts.aborted:
             return
         status = KernelStatus.from_address(self._status.memory.pointer)
         detail: tuple[int, ...] = ()

@@ -24,8 +24,9 @@ PHASES = (
 OPERATIONS = {0: "none", 1: "notify", 2: "dispatch", 3: "combine", 4: "low-latency dispatch", 5: "low-latency combine"}
 
 
-def _word(words: tuple[str, ...], index: int) -> str:
-    return words[index] if index < len(words) else f"unknown ({index})"
+def _word(words: tuple[str, ...], index: Any) -> str:
+    number = int(index)
+    return words[number] if number < len(words) else f"unknown ({number})"
 
 
 def peer_failure(verdict: Any, rank: int, detail: tuple[int, ...] = (), words: str = "") -> PeerFailure:
