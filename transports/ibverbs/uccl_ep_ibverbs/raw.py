@@ -21,9 +21,14 @@ def handle(thing: Any) -> int:
     """The first C field of a pyverbs object: its ``ibv_*`` or ``rdma_*`` pointer."""
     kind = type(thing)
     base = kind.__base__
-    if not kind.__module__.startswith("pyverbs.") or base is None or kind.__basicsize__ < base.__basicsize__ + _POINTER:
-        raise TransportError(f"{kind.__module__}.{kind.__qualname__} is not an object of pyverbs with a C handle")
-    return ctypes.c_void_p.from_address(id(thing) + base.__basicsize__).value or 0
+    if not kind.__module__.startswith("pyverbs.") or base is None:
+        raise TransportError(f"{kind.__module__}.{kind.__qualname__} is not a class of pyverbs")
+    # Cython puts a class's table of methods in front of its fields, unless a base class has one already:
+    # PyverbsCM has, PyverbsObject has not.
+    offset = base.__basicsize__ + (0 if base.__name__ == "PyverbsCM" else _POINTER)
+    if kind.__basicsize__ < offset + _POINTER:
+        raise TransportError(f"{kind.__module__}.{kind.__qualname__} has no C handle behind its base class")
+    return ctypes.c_void_p.from_address(id(thing) + offset).value or 0
 
 
 def event_channel_fd(channel: Any) -> int:
