@@ -35,6 +35,10 @@ from torch import Tensor
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
 
+# Windows of the buffers that cases share: enough for the largest case of the matrix, touched only as far as used.
+SHARED_LOW_LATENCY_BYTES = 2560 << 20
+OWN_LOW_LATENCY_BYTES = 64 << 20
+
 DIED = "the process died"
 LATE = "no answer in time"
 
@@ -60,14 +64,16 @@ class Context:
     buffers: dict[Any, Any] = field(default_factory=dict)
 
     def new_buffer(self, group: Any = None, **arguments: Any) -> Any:
-        """A fresh Buffer with this case's domain size and options in the environment."""
+        """A fresh Buffer, for both modes, with this case's domain size and options in the environment."""
         from uccl_ep import Buffer
 
+        arguments = {"num_rdma_bytes": OWN_LOW_LATENCY_BYTES, "low_latency_mode": True, **arguments}
         with environment(buffer_environment(self.domain, self.options)):
             return Buffer(self.group if group is None else group, **arguments)
 
     def buffer(self, **arguments: Any) -> Any:
         """The buffer of this topology and these arguments, kept until the pool runs another topology."""
+        arguments = {"num_rdma_bytes": SHARED_LOW_LATENCY_BYTES, **arguments}
         key = (self.num_ranks, self.domain, tuple(sorted(self.options.items())), tuple(sorted(arguments.items())))
         if key not in self.buffers:
             self.buffers[key] = self.new_buffer(**arguments)
