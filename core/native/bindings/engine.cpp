@@ -15,6 +15,15 @@ namespace py = pybind11;
 namespace uccl_ep {
 namespace {
 
+// Both join threads when they go, and a pure-Python transport needs the GIL for its last call.
+template <class T>
+struct WithoutGil {
+    void operator()(T *object) const {
+        const py::gil_scoped_release release;
+        delete object;
+    }
+};
+
 PlanKind plan_kind(const std::string &name) {
     if (name == "native") {
         return PlanKind::kNative;
@@ -184,14 +193,15 @@ void bind_engine(py::module_ &module) {
              "Say that this rank closes its buffer in order: its end is then no death.")
         .def_static("choose", &choose_verdict, py::arg("verdicts"));
 
-    py::class_<PeerMonitor>(module, "PeerMonitor")
+    py::class_<PeerMonitor, std::unique_ptr<PeerMonitor, WithoutGil<PeerMonitor>>>(module, "PeerMonitor")
         .def(py::init([](std::shared_ptr<Verdicts> verdicts, const std::map<uint32_t, py::bytes> &identities,
                          double heartbeat_timeout_s) {
                  std::vector<std::string> list(verdicts->layout().num_ranks);
                  for (const auto &[rank, identity] : identities) {
                      list.at(rank) = std::string(identity);
                  }
-                 return std::make_unique<PeerMonitor>(std::move(verdicts), list, heartbeat_timeout_s);
+                 return std::unique_ptr<PeerMonitor, WithoutGil<PeerMonitor>>(
+                     new PeerMonitor(std::move(verdicts), list, heartbeat_timeout_s));
              }),
              py::arg("verdicts"), py::arg("identities"), py::arg("heartbeat_timeout_s") = 5.0)
         .def_static("identity", [] { return py::bytes(PeerMonitor::identity()); },
@@ -200,7 +210,7 @@ void bind_engine(py::module_ &module) {
         .def("start", &PeerMonitor::start)
         .def("stop", &PeerMonitor::stop, py::call_guard<py::gil_scoped_release>());
 
-    py::class_<Engine>(module, "Engine")
+    py::class_<Engine, std::unique_ptr<Engine, WithoutGil<Engine>>>(module, "Engine")
         .def(py::init([](uint32_t rank, const Layout &layout, uint64_t data_pointer, uint64_t control_pointer,
                          uint64_t ops_pointer, const std::string &plan, const py::object &capabilities,
                          const std::vector<uint32_t> &remote_peers, const Channel &channel, uint32_t num_proxies,
@@ -221,7 +231,7 @@ void bind_engine(py::module_ &module) {
                                         ? std::move(verdicts)
                                         : std::make_shared<Verdicts>(rank, layout, control_pointer,
                                                                      std::vector<uint64_t>{});
-                 return std::make_unique<Engine>(std::move(shared));
+                 return std::unique_ptr<Engine, WithoutGil<Engine>>(new Engine(std::move(shared)));
              }),
              py::arg("rank"), py::arg("layout"), py::arg("data_pointer"), py::arg("control_pointer"),
              py::arg("ops_pointer"), py::arg("plan"), py::arg("capabilities"), py::arg("remote_peers"),

@@ -355,7 +355,7 @@ void Proxy::back_off(uint64_t empty_passes) {
     if (empty_passes < shared_->options.spins) {
         cpu_pause();
     } else if (empty_passes < uint64_t{shared_->options.spins} + shared_->options.yields ||
-               outbound_.outstanding() != 0) {
+               outbound_.outstanding() != 0 || shared_->stop_requested.load(std::memory_order_relaxed)) {
         sched_yield();
     } else {
         const timespec limit{0, static_cast<long>(kBackOffNs)};
