@@ -3,7 +3,7 @@
 The queue pairs are ordinary ones of the rail; rdma_cm is told their numbers. Of two ranks the lower
 listens, at the port in its address, and the higher connects, once for each lane; private data of
 the request say which. An iWARP acceptor must not send before the initiator has: so the initiator
-sends one empty message, and the acceptor waits for it.
+sends one message, and the acceptor waits for it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from .rail import Rail
 _REQUEST = struct.Struct("<4sIIIQQ")  # magic, from, to, lane, nonce of the sender, nonce of the receiver
 _MAGIC = b"UEPW"
 _TRIES = 5
+GREETING_OFFSET = 64  # in the flush buffer, behind the byte that fencing reads land in
 _RESOLVE_MS = 2000
 
 
@@ -70,8 +71,8 @@ class Listener:
         verbs = self._rail.verbs
         self._nonce, self._rank, self._addresses = nonce, rank, addresses
         waiting = {(pair.peer, pair.lane): pair for pair in pairs if pair.peer > rank}
-        for pair in waiting.values():  # the initiator's empty message
-            pair.qp.post_recv(verbs.wr.RecvWR(0, 0, None))
+        for pair in waiting.values():
+            pair.qp.post_recv(verbs.wr.RecvWR(0, 1, [self._greeting()]))
         established: set[int] = set()
         expected = len(waiting)
         self._calls = []
@@ -186,11 +187,16 @@ class Listener:
     def _greet(self, initiated: Sequence[QueuePair], accepted: Sequence[QueuePair], deadline: float) -> None:
         verbs, enums = self._rail.verbs, self._rail.verbs.enums
         for pair in initiated:
-            pair.qp.post_send(verbs.wr.SendWR(0, opcode=enums.IBV_WR_SEND, num_sge=0, sg=None))
+            pair.qp.post_send(verbs.wr.SendWR(0, opcode=enums.IBV_WR_SEND, num_sge=1, sg=[self._greeting()]))
         for pair in initiated:
             self._await_one(pair, pair.send_queue, deadline)
         for pair in accepted:
             self._await_one(pair, pair.receive_queue, deadline)
+
+    def _greeting(self) -> Any:
+        """One byte that means nothing: pyverbs posts no empty messages."""
+        buffer = self._rail.flush_buffer
+        return self._rail.verbs.wr.SGE(buffer.buf + GREETING_OFFSET, 1, buffer.lkey)
 
     def _await_one(self, pair: QueuePair, queue: Any, deadline: float) -> None:
         count, completions = queue.poll(1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import random
 import secrets
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -24,6 +26,12 @@ from .settings import OPTIONS, Settings
 
 MAX_WRITE = 16 << 20
 SIGNAL_BYTES = 8
+
+
+def _close_at_exit(reference: weakref.ref[IbverbsTransport]) -> None:
+    transport = reference()
+    if transport is not None:
+        transport.close()
 
 
 class IbverbsTransport(Transport):
@@ -47,6 +55,8 @@ class IbverbsTransport(Transport):
         self._lanes = 0
         self._depths = (0, 0)
         self._closed = False
+        # At the interpreter's end the objects of pyverbs would be destroyed in any order, with complaints.
+        atexit.register(_close_at_exit, weakref.ref(self))
 
     # --- devices ---
 
@@ -89,9 +99,9 @@ class IbverbsTransport(Transport):
             names = [name.strip() for name in device.split(",") if name.strip()]
             unknown = [name for name in names if name not in present]
             if unknown or not names:
-                missing = ", ".join(unknown) or repr(device)
+                wanted = ", ".join(unknown) or repr(device)
                 listing = ", ".join(present) or "none"
-                raise BackendUnavailableError(f"ibverbs: there is no RDMA device {missing}; present: {listing}")
+                raise BackendUnavailableError(f"ibverbs: there is no RDMA device {wanted}; present: {listing}")
             nics, why = [discovery.nic(name, settings) for name in names], "named by the caller"
         else:
             gpu = discovery.gpu_pci_path(settings.near)
