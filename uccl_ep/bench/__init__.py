@@ -1,0 +1,1 @@
+"""Benchmarks: each compares with a baseline of the same run, and writes records of one form."""

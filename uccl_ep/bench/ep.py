@@ -1,0 +1,201 @@
+"""``uccl-ep bench ep``: dispatch and combine, against gloo's all-to-all and against memcpy, in one run.
+
+What is compared is timed alternately, between two barriers, in the wall clock; each iteration counts its slowest
+rank, and a figure is the median over iterations. Inputs are random, experts differ, and every byte is compared with
+the reference before the timed run and after it. "memcpy" copies, on every rank at once, as many bytes as the rank
+usefully receives in dispatch and combine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .records import Record, plot, show, write_json
+from .spawn import run_ranks, under_torchrun
+from .workload import Case
+
+LOW_LATENCY = Case("low latency", tokens=128, hidden=7168, topk=8, experts=288)
+HIGH_THROUGHPUT = Case("high throughput", tokens=4096, hidden=2048, topk=8, experts=256)
+
+
+def measure(
+    rank: int, num_ranks: int, cases: Sequence[Case], iterations: int, report: Callable[[Any], None]
+) -> list[dict[str, Any]]:
+    """One rank's part: for each case a dict of lists of seconds, one per iteration, of the slowest rank."""
+    import torch
+    import torch.distributed as dist
+
+    from uccl_ep import Buffer
+
+    from .workload import Workload
+
+    group = dist.group.WORLD
+    hints = [Buffer.get_low_latency_rdma_size_hint(c.tokens, c.hidden, num_ranks, c.experts) for c in cases if c.low_latency]
+    buffer = Buffer(group, num_rdma_bytes=max(hints, default=0), low_latency_mode=bool(hints))
+    results = []
+    for case in cases:
+        work = Workload(case, buffer, group)
+        for _ in range(2):
+            work.check()
+        times: dict[str, list[float]] = {}
+        cpu = {name: 0.0 for name in work.systems()}
+
+        def timed(name: str, call: Callable[[], Any], times: dict[str, list[float]] = times) -> Any:
+            dist.barrier(group)
+            started = time.perf_counter()
+            result = call()
+            dist.barrier(group)
+            times.setdefault(name, []).append(time.perf_counter() - started)
+            return result
+
+        for i in range(iterations):
+            # Alternation; and who comes first changes, so that none always follows the same one.
+            systems = list(work.systems().items())
+            for name, (dispatch, combine) in systems[i % 2 :] + systems[: i % 2]:
+                before = time.process_time()
+                timed(f"dispatch + combine, {name}", lambda d=dispatch, c=combine: c(d()[0]))
+                cpu[name] += time.process_time() - before
+                if i % 2 == 0:
+                    handle, _ = timed(f"dispatch, {name}", dispatch)
+                    timed(f"combine, {name}", lambda c=combine, h=handle: c(h))
+            timed("memcpy of the received bytes", work.memcpy)
+            report((case.mode, i + 1, iterations))
+        work.check()
+        slowest = {}
+        for name, values in times.items():
+            row = torch.tensor(values, dtype=torch.float64)
+            dist.all_reduce(row, dist.ReduceOp.MAX, group=group)
+            slowest[name] = row.tolist()
+        total = torch.tensor([cpu[name] / iterations for name in cpu] + [float(work.received_bytes)], dtype=torch.float64)
+        dist.all_reduce(total, group=group)
+        peak = torch.tensor([float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)])
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+        results.append(
+            {
+                "times": slowest,
+                "cpu_s": dict(zip(cpu, total.tolist(), strict=False)),
+                "received_bytes": total[-1].item() / num_ranks,
+                "peak_kib": peak.item(),
+            }
+        )
+    buffer.destroy()
+    return results
+
+
+def records_of(case: Case, result: dict[str, Any], num_ranks: int, domain_size: int) -> list[Record]:
+    """The records of one case, from what `measure` returned."""
+    title = case.title(num_ranks, domain_size)
+    medians = {name: statistics.median(values) * 1e6 for name, values in result["times"].items()}
+    ours, gloo, memcpy = "dispatch + combine, uccl_ep", "dispatch + combine, gloo", "memcpy of the received bytes"
+
+    def record(metric: str, value: float, unit: str, baseline: str = "", ratio: float = 1.0) -> Record:
+        return Record("ep", title, metric, value, unit, baseline, ratio)
+
+    found = [
+        record(ours, medians[ours], "us", gloo, medians[gloo] / medians[ours]),
+        record(ours, medians[ours], "us", memcpy, medians[memcpy] / medians[ours]),
+    ]
+    for half in ("dispatch", "combine"):
+        mine, theirs = f"{half}, uccl_ep", f"{half}, gloo"
+        found.append(record(mine, medians[mine], "us", theirs, medians[theirs] / medians[mine]))
+    found += [record(name, medians[name], "us") for name in medians if not name.endswith("uccl_ep")]
+    nbytes = result["received_bytes"]
+    found.append(record("useful bytes received by a rank", nbytes / 1e6, "MB"))
+    found.append(record("rate of received bytes, uccl_ep", nbytes / medians[ours] / 1e3, "GB/s per rank"))
+    cpu = result["cpu_s"]
+    found.append(
+        record("CPU time of all ranks, uccl_ep", cpu["uccl_ep"] * 1e6, "us CPU", "CPU time of all ranks, gloo",
+               cpu["gloo"] / cpu["uccl_ep"])
+    )  # fmt: skip
+    found.append(record("peak memory of a rank, everything included", result["peak_kib"] / 1024, "MiB"))
+    return found
+
+
+def run(
+    cases: Sequence[Case] = (LOW_LATENCY, HIGH_THROUGHPUT),
+    *,
+    ranks: int = 4,
+    domain_size: int = 0,
+    iterations: int = 20,
+    on_event: Callable[[int, Any], None] | None = None,
+) -> list[Record]:
+    """Runs the benchmark on ``ranks`` processes of this host and returns its records.
+
+    Args:
+        cases: what to run.
+        ranks: processes to start; under torchrun its ranks are used.
+        domain_size: ranks per scale-up domain, 0 for one domain.
+        iterations: timed rounds, each of every system.
+        on_event: called with (rank, (mode, round, rounds)) as it goes on.
+    """
+    env = {"UCCL_EP_DOMAIN_SIZE": str(domain_size)} if domain_size else {}
+    if under_torchrun():
+        import torch.distributed as dist
+
+        os.environ.update(env)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        ranks = dist.get_world_size()
+        results = measure(dist.get_rank(), ranks, cases, iterations, lambda event: None)
+    else:
+        results = run_ranks(measure, ranks, tuple(cases), iterations, env=env, on_event=on_event)[0]
+    found = []
+    for case, result in zip(cases, results, strict=True):
+        found += records_of(case, result, ranks, domain_size)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", choices=["low-latency", "high-throughput", "both"], default="both")
+    parser.add_argument("--ranks", type=int, default=4, help="processes to start (default 4; not under torchrun)")
+    parser.add_argument("--domain-size", type=int, default=0, help="ranks per scale-up domain (default: all in one)")
+    parser.add_argument("--iterations", type=int, default=20, help="timed rounds (default 20)")
+    for name, what in (("tokens", "tokens per rank"), ("hidden", "elements of a token"), ("topk", "picks per token"),
+                       ("experts", "experts in all")):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, help=f"{what} (default: the mode's)")
+    parser.add_argument("--json", metavar="FILE", help="write the records to FILE")
+    parser.add_argument("--plot", metavar="FILE", help="draw the times to FILE (needs matplotlib)")
+    given = parser.parse_args(arguments)
+    if given.iterations < 1 or given.ranks < 1:
+        parser.error("--iterations and --ranks must be at least 1")
+    changes = {n: getattr(given, n) for n in ("tokens", "hidden", "topk", "experts") if getattr(given, n) is not None}
+    chosen = {"low-latency": [LOW_LATENCY], "high-throughput": [HIGH_THROUGHPUT]}.get(
+        given.mode, [LOW_LATENCY, HIGH_THROUGHPUT]
+    )
+    cases = [dataclasses.replace(case, **changes) for case in chosen]
+
+    from rich.progress import Progress
+
+    with Progress(transient=True) as progress:
+        bars = {case.mode: progress.add_task(case.mode, total=given.iterations) for case in cases}
+
+        def on_event(rank: int, event: Any) -> None:
+            if rank == 0:
+                progress.update(bars[event[0]], completed=event[1])
+
+        found = run(
+            cases, ranks=given.ranks, domain_size=given.domain_size, iterations=given.iterations, on_event=on_event
+        )
+    if int(os.environ.get("RANK", "0")) != 0:
+        return 0
+    show(found)
+    if given.json:
+        write_json(given.json, found)
+        print(f"records: {given.json}")
+    if given.plot:
+        plot(given.plot, found, "uccl_ep against gloo all_to_all_single and memcpy")
+        print(f"plot: {given.plot}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,102 @@
+"""The one form of all results: records, as a table, a JSON file and a plot."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One figure.
+
+    Attributes:
+        bench: which benchmark, e.g. ``"ep"``.
+        case: what was run: mode, shapes, ranks.
+        metric: what was measured, and of whom, e.g. ``"dispatch + combine, uccl_ep"``.
+        value: the figure, in ``unit``.
+        unit: e.g. ``"us"``.
+        baseline: the metric, of the same case and run, that ``ratio`` compares with; "" where there is none.
+        ratio: over 1 means better than the baseline; 1 where there is none.
+    """
+
+    bench: str
+    case: str
+    metric: str
+    value: float
+    unit: str
+    baseline: str = ""
+    ratio: float = 1.0
+    machine: str = dataclasses.field(default_factory=lambda: machine())
+    date: str = dataclasses.field(default_factory=lambda: datetime.datetime.now().astimezone().isoformat("T", "seconds"))
+
+
+def machine() -> str:
+    """The processor's name and how many cores this process may use."""
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
+    except OSError:
+        pass
+    return f"{model}, {len(os.sched_getaffinity(0))} cores"
+
+
+def write_json(path: str | Path, records: Sequence[Record]) -> None:
+    Path(path).write_text(json.dumps([dataclasses.asdict(r) for r in records], indent=1) + "\n")
+
+
+def show(records: Sequence[Record], console: Any = None) -> None:
+    """A table, one row per record, with the case as a heading."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = console or Console()
+    for case in dict.fromkeys(r.case for r in records):
+        table = Table(title=case, title_justify="left", title_style="bold", header_style="dim")
+        table.add_column("metric")
+        table.add_column("value", justify="right")
+        table.add_column("unit")
+        table.add_column("ratio", justify="right")
+        table.add_column("compared with")
+        for r in (r for r in records if r.case == case):
+            ratio = f"{r.ratio:.2f}x" if r.baseline else ""
+            style = "" if not r.baseline else "green" if r.ratio >= 1 else "yellow"
+            table.add_row(r.metric, f"{r.value:,.1f}", r.unit, ratio, r.baseline, style=style)
+        console.print(table)
+
+
+def plot(path: str | Path, records: Sequence[Record], title: str) -> None:
+    """Bars of all times, one panel per case; each bar carries its value.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed (``pip install uccl_ep[plot]``).
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    cases = list(dict.fromkeys(r.case for r in records))
+    rows = max(sum(r.case == c and r.unit == "us" for r in records) for c in cases)
+    figure, axes = plt.subplots(
+        len(cases), 1, figsize=(9, 1.1 + (0.9 + 0.36 * rows) * len(cases)), squeeze=False, layout="constrained"
+    )
+    for ax, case in zip(axes[:, 0], cases, strict=True):
+        shown = [r for r in records if r.case == case and r.unit == "us"][::-1]
+        colors = ["#1f6f8b" if "uccl_ep" in r.metric else "#b8b8b8" for r in shown]
+        bars = ax.barh([r.metric for r in shown], [r.value / 1000 for r in shown], color=colors)
+        ax.bar_label(bars, [f"{r.value / 1000:.2f} ms" for r in shown], padding=4, fontsize=9)
+        ax.set_title(case, loc="left", fontsize=10)
+        ax.margins(x=0.16)
+        ax.set_xlabel("milliseconds, median (shorter is better)", fontsize=9)
+        ax.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{title}\n{records[0].machine}", fontsize=11, x=0.01, ha="left")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
