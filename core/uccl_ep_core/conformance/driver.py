@@ -7,6 +7,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from . import abi
 
@@ -57,7 +58,7 @@ class Driver:
 
     def post_once(self, lane: int, operations: Sequence[abi.Write] | Sequence[abi.Signal], label: str = "write") -> int:
         """One call of post_writes or post_signals; what it returned. The ledger takes what was accepted."""
-        kind = type(operations[0])
+        kind: Any = type(operations[0])
         array = (kind * len(operations))(*operations)
         for index in range(len(operations)):
             array[index].token = self._next_token + index

@@ -15,7 +15,7 @@ from uccl_ep_core.ordering import choose_plan
 from .checks import CHECKS, Check
 from .group import Group
 from .report import Report, Result
-from .worker import transport_class
+from .target import transport_class
 
 
 class Session:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
 import signal
 import sys
@@ -11,29 +10,12 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from uccl_ep_core import registry
-from uccl_ep_core.errors import ConfigurationError
-from uccl_ep_core.transport import Transport
-
 from .checks import CHECKS
 from .context import Context, Stopped
 from .driver import PromiseBroken
+from .target import transport_class
 
 PR_SET_PDEATHSIG = 1
-
-
-def transport_class(name: str) -> type[Transport]:
-    """The transport of an entry point's name, or of ``module:Class``."""
-    if ":" not in name:
-        return registry.load(registry.TRANSPORTS, name)
-    module_name, _, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigurationError(f"transport {name!r} cannot be imported: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, Transport)):
-        raise ConfigurationError(f"transport {name!r} is no subclass of uccl_ep_core.transport.Transport")
-    return found
 
 
 def _run(connection: Connection, request: dict[str, Any]) -> tuple[str, str]:
@@ -49,7 +31,10 @@ def _run(connection: Connection, request: dict[str, Any]) -> tuple[str, str]:
         request["settings"],
     )
     try:
-        return "kept", check.run(context) or ""
+        words = check.run(context) or ""
+        # Nobody closes before all are through: what a rank has posted may still be under way.
+        context.barrier("end")
+        return "kept", words
     except Stopped:
         return "stopped", ""
     except PromiseBroken as broken:

@@ -281,6 +281,11 @@ bool Lane::place(const Event &event) {
 void Lane::piece_placed(uint32_t index, int32_t status) {
     Flight &flight = flights_[index];
     if (status != 0 && flight.status == 0) flight.status = status;
+    if (status != 0 && flight.completed && status != -ENOTCONN) {
+        // Too late for a completion: as on a real device, the lane itself breaks.
+        broken_ = status;
+        error_ = "sim: operation " + std::to_string(flight.number) + " of this lane failed after it had completed: " + error_;
+    }
     if (--flight.unplaced > 0) return;
     if (flight.completed) {
         retire(index);
@@ -347,7 +352,8 @@ int64_t Lane::poll_completions(uccl_ep_completion *out, uint64_t capacity) {
         done_.pop_front();
     }
     outstanding_ -= given;
-    return given == 0 && got < 0 ? got : static_cast<int64_t>(given);
+    if (given > 0) return static_cast<int64_t>(given);
+    return broken_ != 0 ? broken_ : std::min<int64_t>(got, 0);
 }
 
 int64_t Lane::poll_arrivals(uccl_ep_arrival *out, uint64_t capacity) {

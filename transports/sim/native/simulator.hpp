@@ -129,6 +129,7 @@ private:
     Bounce bounce_;
     uint64_t ticks_ = 0;
     uint64_t stalled_until_ = 0;
+    int64_t broken_ = 0;            // negative errno once an operation failed after its completion
     uint64_t number_ = 0;           // operations accepted
     uint64_t arrivals_ = 0;
     uint32_t refusals_left_ = 0;    // of the operation that comes next

@@ -44,10 +44,14 @@ def fenced_is_placed(context: Context) -> None:
                     waiting[max(driver.ledger)] = message
             driver.wait_all(context.limit_s, "writes")
             driver.on_completion = None
-        inbox = context.peers[1][abi.DATA]
-        if not context.eventually(lambda messages=messages, inbox=inbox: all(m.is_at(inbox) for m in messages)):
-            raise PromiseBroken("an unfenced write completed but was never placed")
-        context.barrier("batch done")
+        _wait_placed(context, messages)
+
+
+def _wait_placed(context: Context, messages: list[Message]) -> None:
+    inbox = context.peers[1][abi.DATA]
+    if not context.eventually(lambda: all(message.is_at(inbox) for message in messages)):
+        raise PromiseBroken("an unfenced write completed but was never placed")
+    context.barrier("batch done")
 
 
 class _Graves:

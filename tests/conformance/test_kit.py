@@ -1,0 +1,99 @@
+"""The kit passes honest transports and reports in every form; strangers reach it by command and by pytest."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from uccl_ep_core.conformance import main, run
+from uccl_ep_core.conformance.checks import CHECKS
+from uccl_ep_core.errors import ConfigurationError
+
+
+def _broken(report: object) -> list[str]:
+    return [f"{result.check} (seed {result.seed}): {result.message}" for result in report.broken]  # type: ignore[attr-defined]
+
+
+def test_shm_keeps_every_promise() -> None:
+    report = run("shm", seeds=[1, 2])
+    assert report.passed, _broken(report)
+    assert {result.check for result in report.results} == set(CHECKS)
+
+
+@pytest.mark.parametrize("profile", ["rc", "srd", "iwarp", "bnxt", "none"])
+def test_sim_keeps_what_each_profile_promises(profile: str) -> None:
+    report = run("sim", {"profile": profile}, seeds=[1, 2])
+    assert report.passed, _broken(report)
+    claimed = {result.check for result in report.results if result.outcome == "kept"}
+    assert ("write_order" in claimed) == (profile in ("rc", "bnxt"))
+    assert ("imm_after_payload" in claimed) == (profile in ("rc", "srd", "bnxt"))
+    assert ("delivery_complete" in claimed) == (profile != "none")
+    assert report.plan.startswith("refused") == (profile == "none")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("profile", ["rc", "srd", "iwarp", "bnxt"])
+def test_sim_keeps_its_promises_under_many_seeds(profile: str) -> None:
+    options = {"profile": profile, "distribution": "heavy", "drop": 0.1, "stall": 0.02}
+    checks = ["placement", "write_order", "signal_order", "imm_after_payload", "delivery_complete", "exactly_once"]
+    report = run("sim", options, seeds=range(40), checks=checks, limit_s=20)
+    assert report.passed, _broken(report)
+
+
+def test_report_as_json(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    arguments = ["--transport", "liars:LosesCompletions", "--check", "completions", "--limit", "1", "--seeds", "1"]
+    assert main([*arguments, "--json", str(file)]) == 1
+    document = json.loads(file.read_text())
+    assert document["passed"] is False
+    (result,) = document["results"]
+    assert result["outcome"] == "broken"
+    assert "never completed" in result["message"]
+    assert "--check completions --seed 1" in result["reproduce"]
+    assert document["capabilities"]["imm_bits"] == 64
+
+
+def test_command_says_why_it_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--transport", "shmm"]) == 2
+    assert "did you mean 'shm'" in capsys.readouterr().err
+    assert main(["--transport", "shm", "--option", "lane=2"]) == 2
+    assert "did you mean 'lanes'" in capsys.readouterr().err
+    assert main(["--transport", "shm", "--option", "lanes"]) == 2
+    assert "NAME=VALUE" in capsys.readouterr().err
+
+
+def test_unknown_check_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="did you mean 'write_order'"):
+        run("shm", checks=["write_orders"])
+
+
+def _pytest(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-p", "uccl_ep_core.conformance.pytest_plugin", "-p", "no:cacheprovider"]
+    environment = dict(os.environ, PYTHONPATH=str(Path(__file__).parent))
+    return subprocess.run(
+        [*command, "--rootdir", str(tmp_path), *arguments],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_strangers_pytest_run_passes_an_honest_transport(tmp_path: Path) -> None:
+    ended = _pytest(tmp_path, "--uccl-ep-transport", "shm", "--uccl-ep-option", "lanes=1", "--uccl-ep-seeds", "1")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert f"{len(CHECKS) - 1} passed, 1 skipped" in ended.stdout  # a single lane promises nothing about lanes
+
+
+def test_strangers_pytest_run_fails_a_liar(tmp_path: Path) -> None:
+    arguments = ["--uccl-ep-transport", "liars:TruncatesImmediates", "--uccl-ep-seeds", "1", "-k", "imm_bits"]
+    ended = _pytest(tmp_path, *arguments)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "had been truncated" in ended.stdout
+    assert "repeat it: uccl-ep conformance --transport liars:TruncatesImmediates" in ended.stdout

@@ -1,0 +1,67 @@
+"""Each lying transport is failed by the kit, by the right check and in the right words."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import liars
+import pytest
+from liar import Liar
+
+from uccl_ep_core.conformance import run
+
+LIES = {
+    "ClaimsOrder": ("write_order", r"write_order: .*(visible before|landed after)"),
+    "SignalsOvertake": ("signal_order", r"signal_order: .*visible before the write"),
+    "SignalsAddInHalves": ("native_signal", r"native_signal: a word (held|fell)"),
+    "EarlyImmediates": ("imm_after_payload", r"imm_after_payload: .* arrived before its payload"),
+    "TruncatesImmediates": ("imm_bits", r"imm_bits: .*never came.*truncated"),
+    "WrongSender": ("imm_bits", r"imm_bits: .*name rank 7"),
+    "CompletesBeforeDelivery": ("delivery_complete", r"delivery_complete: a fenced write .*before it was placed"),
+    "WritesTwice": ("exactly_once", r"exactly_once: .*(second time|more than once)"),
+    "LosesCompletions": ("completions", r"\d+ of \d+ accepted writes never completed"),
+    "CompletesTwice": ("completions", r"completed twice"),
+    "LeaksRegions": ("leaks", r"left .*file descriptors and .*registered regions.* behind"),
+    "BlocksInPost": ("never_blocks", r"post_writes blocks: 2\d\.\d ms"),
+    "HangsWhenFull": ("send_queue_depth", r"did not return within .*no function may block"),
+    "FailsWhenFull": ("send_queue_depth", r"a full queue must answer 0"),
+    "ShallowQueue": ("send_queue_depth", r"send_queue_depth is 4096, but 1024 writes fill the queue"),
+    "AcceptsTooMuch": ("max_message", r"max_message: a write of 65537 bytes was accepted"),
+    "DropsTails": ("max_message", r"max_message: .*not at the target from byte \d+ on"),
+    "RoundsSizes": ("alignment", r"alignment 1: byte \d+ is wrong"),
+    "IgnoresBounds": ("bounds", r"bounds: a write .* was accepted and completed without error"),
+    "SilentAboutDeath": ("peer_failure", r"peer_failure: rank 2 was killed and .* no peer_state DEAD"),
+    "SucceedsAfterDeath": ("peer_failure", r"peer_failure: rank 2 was killed and .* no an error completion"),
+    "CriesWolf": ("placement", r"calls rank \d dead while it answers"),
+    "Crashes": ("placement", r"rank \d died by signal SIGSEGV"),
+}
+
+
+def test_every_liar_is_listed() -> None:
+    classes = {name for name, found in inspect.getmembers(liars, inspect.isclass) if issubclass(found, Liar)}
+    assert classes - {"Liar", "Honest"} == set(LIES)
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_lie_is_caught(name: str) -> None:
+    check, words = LIES[name]
+    # Three seeds, as the kit does by default: a lie about order must not need luck to be found.
+    report = run(f"liars:{name}", checks=[check], limit_s=2.0)
+    assert not report.passed, f"the kit believed {name}"
+    result = report.broken[0]
+    assert result.check == check
+    assert re.search(words, result.message), result.message
+    assert f"--check {check} --seed {result.seed} --seeds 1" in report.reproduce(result)
+
+
+def test_wrapping_alone_is_no_lie() -> None:
+    report = run("liars:Honest", seeds=[1], limit_s=10.0)
+    assert report.passed, [f"{result.check}: {result.message}" for result in report.broken]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in LIES if name not in ("Crashes", "HangsWhenFull")])
+def test_the_whole_kit_fails_each_liar(name: str) -> None:
+    report = run(f"liars:{name}", limit_s=3.0)
+    assert LIES[name][0] in {result.check for result in report.broken}
