@@ -57,7 +57,7 @@ softroce: $(VENV)/.installed  ## the ibverbs transport on the kernel's software 
 	@transports/ibverbs/softroce/run
 
 kernels: $(VENV)/.installed  ## compile every kernel for every listed GPU architecture
-	@$(BIN)/python -m uccl_ep_core.kernels
+	@$(BIN)/python -m uccl_ep_core.kernels_compile
 
 bench: $(VENV)/.installed  ## dispatch and combine against a gloo all-to-all in the same run
 	@$(BIN)/uccl-ep bench ep

@@ -8,16 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from uccl_ep_core.device_runtime import (
-    CompileCache,
-    DeviceFacts,
-    Driver,
-    DriverError,
-    KernelTable,
-    LibraryNotFoundError,
-    RuntimeBackend,
-    TorchDevice,
-)
+from uccl_ep_core.device_runtime.backend import RuntimeBackend
+from uccl_ep_core.device_runtime.compile_cache import CompileCache
+from uccl_ep_core.device_runtime.driver import DeviceFacts, Driver, DriverError
+from uccl_ep_core.device_runtime.kernels import KernelTable
+from uccl_ep_core.device_runtime.library import LibraryNotFoundError
+from uccl_ep_core.device_runtime.torch_device import TorchDevice
 from uccl_ep_core.errors import BackendUnavailableError
 from uccl_ep_core.transport import Device, Option
 

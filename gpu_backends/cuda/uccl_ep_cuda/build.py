@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
-from uccl_ep_core.device_runtime import (
-    CompileCache,
-    Compiled,
-    CompilerLibrary,
-    SourceTree,
-    Unit,
-    cache_key,
-    find_object,
-    run_compiler,
+from uccl_ep_core.device_runtime.compile_cache import CompileCache, cache_key
+from uccl_ep_core.device_runtime.compiler import Compiled, CompileError, CompilerLibrary, run_compiler
+from uccl_ep_core.device_runtime.objects import find_object
+from uccl_ep_core.device_runtime.offline import (
+    KernelResources,
+    OfflineBuild,
+    OfflineCompiler,
+    check_complete,
 )
+from uccl_ep_core.device_runtime.sources import SourceTree, Unit
 from uccl_ep_core.errors import BackendUnavailableError
 
 from . import nvrtc
@@ -58,6 +60,54 @@ def runs_on(built_for: str, device: str) -> bool:
     """Machine code runs on its own architecture and later minor versions of the same major one."""
     built, actual = _ARCHITECTURE.match(built_for), _ARCHITECTURE.match(device)
     return built is not None and actual is not None and built[1] == actual[1] and int(built[2]) <= int(actual[2])
+
+
+class CudaOffline(OfflineCompiler):
+    """NVRTC, which needs neither a device nor a driver."""
+
+    architectures = ARCHITECTURES
+    suffix = "cubin"
+    table = Path(__file__).with_name("resources.json")
+
+    def unavailable_because(self) -> str:
+        return "" if nvrtc.find_nvrtc() is not None else f"no NVRTC was found; {nvrtc.REMEDY}"
+
+    def units(self) -> Sequence[Unit]:
+        return source_tree().units()
+
+    def compile(self, unit: Unit, architecture: str) -> OfflineBuild:
+        compiler = nvrtc.find_nvrtc()
+        if compiler is None:
+            raise CompileError(self.unavailable_because())
+        compiled = compile_unit(unit, architecture, compiler, timeout_s=600.0)
+        return check_complete(unit, architecture, OfflineBuild(compiled.image, read_resources(compiled.log, unit)))
+
+
+OFFLINE = CudaOffline()
+
+_PROPERTIES = re.compile(r"Function properties for (\S+)")
+_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+
+
+def read_resources(log: str, unit: Unit) -> dict[str, KernelResources]:
+    """Figures of each kernel from the assembler's report; a function that is called counts as one of each caller."""
+    found: dict[str, KernelResources] = {}
+    called_spills = 0
+    name = ""
+    stack = spills = 0
+    for line in log.splitlines():
+        if match := _PROPERTIES.search(line):
+            name = match[1]
+        elif match := _STACK.search(line):
+            stack, spills = int(match[1]), int(match[2]) + int(match[3])
+            if name not in unit.kernels:
+                called_spills += spills
+        elif (match := _USED.search(line)) and name in unit.kernels:
+            shared = _SHARED.search(line)
+            found[name] = KernelResources(int(match[1]), stack, spills, shared_bytes=int(shared[1]) if shared else 0)
+    return {name: dataclasses.replace(taken, spills=taken.spills + called_spills) for name, taken in found.items()}
 
 
 class UnitImages:

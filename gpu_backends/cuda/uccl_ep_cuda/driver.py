@@ -6,13 +6,8 @@ import contextlib
 import ctypes
 from collections.abc import Iterator, Sequence
 
-from uccl_ep_core.device_runtime import (
-    IPC_HANDLE_BYTES,
-    DeviceFacts,
-    Driver,
-    DriverError,
-    Library,
-)
+from uccl_ep_core.device_runtime.driver import IPC_HANDLE_BYTES, DeviceFacts, Driver, DriverError
+from uccl_ep_core.device_runtime.library import Library
 
 from . import build
 from . import driver_api as api

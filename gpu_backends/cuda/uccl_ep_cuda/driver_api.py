@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ulonglong, c_void_p
 from typing import Any
 
-from uccl_ep_core.device_runtime import IPC_HANDLE_BYTES
+from uccl_ep_core.device_runtime.driver import IPC_HANDLE_BYTES
 
 LIBRARIES = ("libcuda.so.1", "libcuda.so")
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from uccl_ep_core.device_runtime import CompilerLibrary
+from uccl_ep_core.device_runtime.compiler import CompilerLibrary
 
 OLDEST = (12, 8)
 """Earlier releases crash on valid sources for sm_90 (12.4 and 12.6 were seen to)."""
