@@ -41,6 +41,7 @@ class DispatchHandle:
         rounding: the tree in which `combine` sums: ``"v1"``, in rank order, biases first.
         num_tokens: tokens this rank dispatched.
         num_received: rows this rank received.
+        num_rows: rows of the output, more than received where ``num_worst_tokens`` asked for it.
         num_experts: of the whole group.
         is_token_in_rank: bool [num_tokens, num_ranks].
         receive_source: int32 [num_received], each row's token index on its source rank.
@@ -50,8 +51,8 @@ class DispatchHandle:
     owner: weakref.ref[Communicator]
     num_tokens: int
     num_received: int
+    num_rows: int
     num_experts: int
-    num_topk: int
     is_token_in_rank: torch.Tensor
     send_rows: torch.Tensor
     rail_send_rows: torch.Tensor
@@ -249,19 +250,14 @@ def dispatch(
         ),
     )
     num_received = int(receive_offset[-1])
-    rows = num_received
-    if num_worst_tokens:
-        if num_received > num_worst_tokens:
-            # Everybody else goes on with this operation, so it must be finished before this rank can complain.
-            rows = num_received
-        else:
-            rows = num_worst_tokens
+    # Too many rows are an error, but the others go on with this operation: it is finished first.
+    rows = max(num_received, num_worst_tokens)
     handle = DispatchHandle(
         owner=weakref.ref(communicator),
         num_tokens=x.shape[0],
         num_received=num_received,
+        num_rows=rows,
         num_experts=num_experts,
-        num_topk=num_topk,
         is_token_in_rank=in_rank,
         send_rows=send_rows,
         rail_send_rows=rail_send_rows,
@@ -270,7 +266,7 @@ def dispatch(
         rail_rows=rail_rows,
         receive_source=torch.empty(num_received, dtype=torch.int32, device=device),
     )
-    result = _stream(communicator, handle, shape, x, scales, topk_idx, topk_weights, rows, grid)
+    result = _stream(communicator, handle, shape, x, scales, topk_idx, topk_weights, grid)
     if num_worst_tokens:
         if num_received > num_worst_tokens:
             raise ArgumentError(
@@ -296,7 +292,7 @@ def dispatch_cached(
     grid = _grid(communicator, _roles(communicator))
     scratch = torch.empty(handle.num_received, dtype=torch.int32, device=x.device)
     own = dataclasses.replace(handle, receive_source=scratch)
-    result = _stream(communicator, own, shape, x, scales, None, None, handle.num_received, grid)
+    result = _stream(communicator, own, shape, x, scales, None, None, grid)
     return dataclasses.replace(result, handle=handle)
 
 
@@ -313,9 +309,9 @@ def _stream(
     scales: torch.Tensor | None,
     topk_idx: torch.Tensor | None,
     topk_weights: torch.Tensor | None,
-    rows: int,
     grid: dict[str, int],
 ) -> Dispatched:
+    rows = handle.num_rows
     empty = communicator.backend.empty
     receive_x = empty((rows, x.shape[1]), x.dtype)
     receive_scales = None if scales is None else empty((rows, scales.shape[1]), scales.dtype)
@@ -378,8 +374,8 @@ def combine(
     (float64 for float64), rounded once.
 
     Args:
-        x: [handle.num_received, hidden] bf16, fp16, fp32 or fp64, rows as dispatch delivered them.
-        topk_weights: float32 [handle.num_received, topk], summed likewise.
+        x: [handle.num_rows, hidden] bf16, fp16, fp32 or fp64, rows as dispatch delivered them.
+        topk_weights: float32 [handle.num_rows, topk], summed likewise.
         bias: tensors [num_tokens, hidden] of x's dtype.
 
     Returns:
@@ -390,10 +386,10 @@ def combine(
     device = communicator.backend.torch_device
     x = check_matrix("x", x, device)
     payload_type = check_reducible("x", x)
-    check_rows("x", x, handle.num_received, "the handle's dispatch")
+    check_rows("x", x, handle.num_rows, "the handle's dispatch")
     num_topk = 0
     if topk_weights is not None:
-        topk_weights = check_topk_weights(topk_weights, (handle.num_received, topk_weights.shape[-1]), device)
+        topk_weights = check_topk_weights(topk_weights, (handle.num_rows, topk_weights.shape[-1]), device)
         num_topk = topk_weights.shape[1]
     biases = []
     for term in bias:

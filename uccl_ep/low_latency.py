@@ -169,8 +169,6 @@ class LowLatency:
         if quantization != Quantization.NONE and x.dtype not in QUANTIZABLE:
             raise ArgumentError(f"x is {x.dtype}: use_fp8 casts from {names(QUANTIZABLE)}; or pass use_fp8=False")
         groups = -(-hidden // SCALE_GROUP)
-        if quantization == Quantization.FLOAT8_EXPONENT and groups % 4:
-            raise ArgumentError(f"use_ue8m0 packs 4 scales a word: hidden {hidden} must be a multiple of 512")
         wire_bytes = hidden if quantization else hidden * x.element_size()
         scale_bytes = 4 * groups if quantization else 0
         communicator.capacity.require(
@@ -187,7 +185,7 @@ class LowLatency:
         receive_x = results.get("x", (local_experts, rows, hidden), wire_dtype, communicator)
         receive_scales = None
         if quantization == Quantization.FLOAT8_EXPONENT:
-            receive_scales = results.get("scales", (local_experts, groups // 4, rows), torch.int32, communicator)
+            receive_scales = results.get("scales", (local_experts, -(-groups // 4), rows), torch.int32, communicator)
         elif quantization:
             receive_scales = results.get("scales", (local_experts, groups, rows), torch.float32, communicator)
         count = empty((local_experts,), torch.int32)

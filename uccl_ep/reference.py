@@ -193,8 +193,9 @@ def quantize_fp8(x: Tensor, *, round_scale: bool = False, use_ue8m0: bool = Fals
     wide[:, :hidden] = x.float()
     wide = wide.view(rows, groups, FP8_GROUP)
     amax = wide.abs().amax(2).clamp(min=FP8_MIN_AMAX)
-    scale = amax / FP8_MAX
-    inverse = FP8_MAX / amax
+    largest = torch.full_like(amax, FP8_MAX)
+    scale = amax / largest
+    inverse = largest / amax  # not FP8_MAX / amax: torch makes that reciprocal(amax) * FP8_MAX, which rounds twice
     if round_scale or use_ue8m0:
         mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, mantissa in [0.5, 1)
         exponent = exponent - (mantissa == 0.5).int()
