@@ -123,7 +123,7 @@ int fab_begin_connect(fab_context *context, uint32_t rank, uint32_t ranks, uint3
 }
 
 int fab_add_peer(fab_context *context, uint32_t lane, uint32_t rail_index, uint32_t peer, const uint8_t *name,
-                 size_t name_bytes, uint32_t regions, const uint64_t *keys, const uint64_t *bases) {
+                 size_t name_bytes, uint32_t regions, const uint64_t *keys, const uint64_t *bases, const uint64_t *bytes) {
     fab_rail *rail = &context->lanes[lane].rails[rail_index];
     fab_remote *remote = &rail->remote[peer];
     /* Providers differ in how much they read of a short address: give them room. */
@@ -142,6 +142,7 @@ int fab_add_peer(fab_context *context, uint32_t lane, uint32_t rail_index, uint3
     remote->regions = regions;
     memcpy(remote->key, keys, regions * sizeof *keys);
     memcpy(remote->base, bases, regions * sizeof *bases);
+    memcpy(remote->bytes, bytes, regions * sizeof *bytes);
     context->expected[peer] = 1;
     return 0;
 }

@@ -28,7 +28,7 @@ static int build_lane(fab_context *context, fab_lane *lane, uint32_t index) {
 }
 
 fab_context *fab_create(const fab_library *library, uint32_t lanes, uint32_t rails, uint32_t send_depth,
-                        uint32_t receive_depth, uint64_t stripe_bytes) {
+                        uint32_t receive_depth, uint64_t stripe_bytes, uint64_t max_message) {
     if (lanes == 0 || lanes > FAB_MAX_LANES || rails == 0 || rails > FAB_MAX_RAILS || send_depth == 0) {
         return NULL;
     }
@@ -41,6 +41,7 @@ fab_context *fab_create(const fab_library *library, uint32_t lanes, uint32_t rai
     context->send_depth = send_depth;
     context->receive_depth = receive_depth;
     context->stripe_bytes = stripe_bytes;
+    context->max_message = max_message;
     context->lanes = calloc(lanes, sizeof *context->lanes);
     if (!context->lanes) {
         free(context);
@@ -89,6 +90,7 @@ int fab_open_rail(fab_context *context, uint32_t rail, const fab_query *query, i
     return error;
 }
 
+void fab_set_patience(fab_context *context, uint64_t nanoseconds) { context->patience_ns = nanoseconds; }
 const char *fab_words(const fab_context *context) { return context->words; }
 void *fab_operations(fab_context *context) { return &context->table; }
 

@@ -1,5 +1,5 @@
 /* Posting writes. */
-#include <string.h>
+#include <stdio.h>
 
 #include "fabric.h"
 
@@ -57,7 +57,7 @@ uint32_t fab_choose_rail(const fab_lane *lane, uint32_t peer) {
 static ssize_t write_operation(fab_lane *lane, fab_operation *operation, bool more) {
     fab_rail *rail = &lane->rails[operation->rail];
     const uccl_ep_write *write = &operation->write;
-    const fab_remote *remote = &rail->remote[write->peer];
+    fab_remote *remote = &rail->remote[write->peer];
     struct iovec piece = {.iov_base = rail->local[write->local_region] + write->local_offset,
                           .iov_len = write->bytes};
     struct fi_rma_iov target = {
@@ -82,7 +82,10 @@ static ssize_t write_operation(fab_lane *lane, fab_operation *operation, bool mo
     const ssize_t status = fi_writemsg(rail->endpoint, &message, flags);
     if (status == 0) {
         operation->posted = 1;
+        rail->outstanding++;
         rail->outstanding_bytes += write->bytes;
+        remote->pending++;
+        remote->refused_since = 0;
     }
     return status;
 }
@@ -139,6 +142,9 @@ void fab_post_waiting(fab_lane *lane) {
         }
         if (status == -FI_EAGAIN) {
             lane->statistics.again++;
+            if (operation->rail < lane->num_rails) {
+                fab_refused(lane, operation->rail, peer);
+            }
             return;
         }
         lane->waiting_head = next;
@@ -223,9 +229,25 @@ static bool stripe(fab_lane *lane, const uccl_ep_write *write, uint32_t rails) {
 
 /* ---- the table's entry ---- */
 
-static int64_t refuse(fab_lane *lane, const char *words) {
-    strncpy(lane->error, words, sizeof lane->error - 1);
-    return -FI_EINVAL;
+static bool within(uint64_t offset, uint64_t bytes, uint64_t size) { return bytes <= size && offset <= size - bytes; }
+
+/* Words for a write that no retry mends; NULL for a good one. */
+static const char *fault_of(const fab_context *context, const fab_lane *lane, const uccl_ep_write *write) {
+    if (write->peer >= context->num_ranks || !context->expected[write->peer]) {
+        return "a write names a rank that was not connected";
+    }
+    const fab_rail *rail = &lane->rails[0];
+    const fab_remote *remote = &rail->remote[write->peer];
+    if (write->local_region >= FAB_MAX_REGIONS || write->remote_region >= remote->regions) {
+        return "a write names memory that was not registered";
+    }
+    if (!within(write->local_offset, write->bytes, rail->local_bytes[write->local_region])) {
+        return "a write begins or ends outside its source";
+    }
+    if (!within(write->remote_offset, write->bytes, remote->bytes[write->remote_region])) {
+        return "a write begins or ends outside its target";
+    }
+    return write->bytes > context->max_message ? "a write is larger than max_message" : NULL;
 }
 
 int64_t fab_post_writes(void *opaque, uint32_t lane_index, const uccl_ep_write *writes, uint64_t count) {
@@ -243,11 +265,14 @@ int64_t fab_post_writes(void *opaque, uint32_t lane_index, const uccl_ep_write *
     for (; accepted < count; accepted++) {
         const uccl_ep_write *write = &writes[accepted];
         const uint32_t peer = write->peer;
-        if (peer >= context->num_ranks || !context->expected[peer]) {
-            return accepted ? (int64_t)accepted : refuse(lane, "a write names a rank that was not connected");
-        }
-        if (write->local_region >= FAB_MAX_REGIONS || write->remote_region >= lane->rails[0].remote[peer].regions) {
-            return accepted ? (int64_t)accepted : refuse(lane, "a write names memory that was not registered");
+        const char *fault = fault_of(context, lane, write);
+        if (fault) {
+            if (accepted == 0) {
+                snprintf(lane->error, sizeof lane->error, "%s (rank %u, %llu bytes)", fault, peer,
+                         (unsigned long long)write->bytes);
+                return -FI_EINVAL;
+            }
+            break; /* it is refused when it comes first */
         }
         const uint32_t rail = single ? (lane->lost[peer] || !lane->rails[0].open ? FAB_NONE : 0)
                                      : fab_choose_rail(lane, peer);
@@ -279,6 +304,7 @@ int64_t fab_post_writes(void *opaque, uint32_t lane_index, const uccl_ep_write *
         if (status == -FI_EAGAIN) {
             fab_give(lane, operation);
             lane->statistics.again++;
+            fab_refused(lane, rail, peer);
             break;
         }
         lane->in_flight++;

@@ -192,6 +192,7 @@ int fab_register(fab_context *context, uint32_t region, uint64_t pointer, uint64
             }
             rail->desc[region] = fi_mr_desc(mr);
             rail->local[region] = (uint8_t *)(uintptr_t)pointer;
+            rail->local_bytes[region] = bytes;
         }
     }
     return 0;

@@ -105,8 +105,11 @@ typedef struct fab_receive {
 typedef struct fab_remote {
     uint64_t key[FAB_MAX_REGIONS];
     uint64_t base[FAB_MAX_REGIONS];
+    uint64_t bytes[FAB_MAX_REGIONS];
     fi_addr_t address;
     uint32_t regions;
+    uint32_t pending;       /* writes that the provider has, towards this peer on this rail */
+    uint64_t refused_since; /* when the provider began to refuse writes, 0: it does not */
 } fab_remote;
 
 typedef struct fab_rail {
@@ -120,11 +123,13 @@ typedef struct fab_rail {
     struct fid_mr *mr[FAB_MAX_REGIONS];
     void *desc[FAB_MAX_REGIONS];
     uint8_t *local[FAB_MAX_REGIONS];
+    uint64_t local_bytes[FAB_MAX_REGIONS];
     fab_remote *remote; /* by rank */
     struct fid_mr *message_mr;
     fab_message *messages; /* receives first, then one per operation that may be a send */
     fab_receive receives[FAB_RECEIVES];
     uint64_t outstanding_bytes;
+    uint32_t outstanding; /* writes that the provider has */
     bool virtual_address;
     bool receive_data; /* every arrival consumes a posted receive */
     bool open;
@@ -169,7 +174,8 @@ struct fab_context {
     uint32_t num_lanes;
     uint32_t num_rails;
     uint32_t send_depth, receive_depth;
-    uint64_t stripe_bytes;
+    uint64_t stripe_bytes, max_message;
+    uint64_t patience_ns;
     uint32_t rank, num_ranks;
     uint64_t group;
     _Atomic int32_t *dead;    /* by rank: uccl_ep_peer_state */
@@ -185,6 +191,14 @@ static inline uint64_t fab_remote_address(const fab_rail *rail, const fab_remote
 }
 
 uint64_t fab_now_ns(void);
+
+/* The provider gave a write back. */
+static inline void fab_returned(fab_rail *rail, fab_operation *operation) {
+    operation->posted = 0;
+    rail->outstanding--;
+    rail->outstanding_bytes -= operation->write.bytes;
+    rail->remote[operation->write.peer].pending--;
+}
 
 /* library.c */
 struct fi_info *fab_ask(const fab_library *library, const fab_query *query, int *error);
@@ -225,6 +239,7 @@ void fab_bury(fab_context *context, uint32_t peer);
 void fab_forget_dead(fab_lane *lane);
 void fab_hold(fab_lane *lane, fab_operation *operation);
 void fab_lose_rail(fab_lane *lane, uint32_t rail, uint32_t peer, int error, const char *words);
+void fab_refused(fab_lane *lane, uint32_t rail, uint32_t peer);
 void fab_shut_rail(fab_lane *lane, uint32_t rail, const char *words);
 void fab_revoked(fab_lane *lane, uint32_t rail, uint32_t peer);
 

@@ -128,6 +128,27 @@ void fab_lose_rail(fab_lane *lane, uint32_t rail, uint32_t peer, int error, cons
     }
 }
 
+/* The provider said "again". With a queue of ours full that is flow control. With nothing in flight to
+ * this peer, and room on the rail, no queue is full: the connection itself is missing, and a provider that
+ * reconnects by itself would try for ever once the peer is gone. */
+void fab_refused(fab_lane *lane, uint32_t rail_index, uint32_t peer) {
+    fab_context *context = lane->context;
+    fab_rail *rail = &lane->rails[rail_index];
+    fab_remote *remote = &rail->remote[peer];
+    if (remote->pending || rail->outstanding > context->send_depth / 2 || !context->patience_ns) {
+        remote->refused_since = 0;
+        return;
+    }
+    const uint64_t now = fab_now_ns();
+    if (!remote->refused_since) {
+        remote->refused_since = now;
+    } else if (now - remote->refused_since > context->patience_ns ||
+               fab_peer_state(context, peer) == UCCL_EP_PEER_DEAD) {
+        fab_lose_rail(lane, rail_index, peer, -FI_ECONNRESET,
+                      "the provider refuses writes although none is in flight, so the connection is gone");
+    }
+}
+
 /* Close our side of a rail. Immediates that are here already are kept: their writes have landed. */
 void fab_shut_rail(fab_lane *lane, uint32_t rail_index, const char *words) {
     fab_rail *rail = &lane->rails[rail_index];
@@ -158,7 +179,11 @@ void fab_shut_rail(fab_lane *lane, uint32_t rail_index, const char *words) {
             fab_give(lane, operation);
         }
     }
+    rail->outstanding = 0;
     rail->outstanding_bytes = 0;
+    for (uint32_t peer = 0; peer < lane->context->num_ranks; peer++) {
+        rail->remote[peer].pending = 0;
+    }
 }
 
 /* The peer has closed its side: what was held can go another way. */

@@ -67,7 +67,8 @@ typedef struct fab_constants {
     int32_t dmabuf; /* 1: the headers know dma-buf registration */
     uint64_t order_waw;
     uint64_t delivery_complete;
-    uint64_t remote_comm;
+    uint32_t address_string; /* FI_ADDR_STR: names that mean something on one machine only */
+    uint32_t reserved;
     uint64_t mr_virtual_address;
     uint64_t mr_provider_key;
     uint64_t mr_local;
@@ -104,7 +105,9 @@ int fab_query_infos(const fab_library *library, const fab_query *query, fab_info
 
 /* `lanes` lanes over up to `rails` rails; nothing is opened yet. NULL: out of memory. */
 fab_context *fab_create(const fab_library *library, uint32_t lanes, uint32_t rails, uint32_t send_depth,
-                        uint32_t receive_depth, uint64_t stripe_bytes);
+                        uint32_t receive_depth, uint64_t stripe_bytes, uint64_t max_message);
+/* Take a connection for lost when the provider refuses writes this long though nothing is in flight; 0: never. */
+void fab_set_patience(fab_context *context, uint64_t nanoseconds);
 /* Open rail `rail` of every lane on answer number `choice` of `query`. 0, or a negative errno and fab_words. */
 int fab_open_rail(fab_context *context, uint32_t rail, const fab_query *query, int choice);
 /* Words about the last failure of a set-up function. */
@@ -121,7 +124,7 @@ int fab_endpoint_name(const fab_context *context, uint32_t lane, uint32_t rail, 
 /* Prepare for `ranks` peers. `group` is a number that only this group's members know. */
 int fab_begin_connect(fab_context *context, uint32_t rank, uint32_t ranks, uint32_t lanes, uint64_t group);
 int fab_add_peer(fab_context *context, uint32_t lane, uint32_t rail, uint32_t peer, const uint8_t *name,
-                 size_t name_bytes, uint32_t regions, const uint64_t *keys, const uint64_t *bases);
+                 size_t name_bytes, uint32_t regions, const uint64_t *keys, const uint64_t *bases, const uint64_t *bytes);
 /* Notice the death of a process of this host through its pidfd; the context owns the fd. */
 void fab_watch_peer(fab_context *context, uint32_t peer, int32_t pidfd);
 /* Work on the handshake for at most `budget_us`; 1: done, 0: going on, negative errno: failed. */

@@ -24,7 +24,7 @@ void fab_get_constants(fab_constants *out) {
     out->dmabuf = FAB_DMABUF;
     out->order_waw = FI_ORDER_WAW;
     out->delivery_complete = FI_DELIVERY_COMPLETE;
-    out->remote_comm = FI_REMOTE_COMM;
+    out->address_string = FI_ADDR_STR;
     out->mr_virtual_address = FI_MR_VIRT_ADDR;
     out->mr_provider_key = FI_MR_PROV_KEY;
     out->mr_local = FI_MR_LOCAL;

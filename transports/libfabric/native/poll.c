@@ -43,8 +43,11 @@ static void take_error(fab_lane *lane, uint32_t rail_index, struct fid_cq *queue
         snprintf(lane->error, sizeof lane->error, "rail %u: %s", rail_index, words);
         return;
     }
-    operation->posted = 0;
-    rail->outstanding_bytes -= operation->kind == FAB_SEND ? 0 : operation->write.bytes;
+    if (operation->kind == FAB_SEND) {
+        operation->posted = 0;
+    } else {
+        fab_returned(rail, operation);
+    }
     if (operation->kind == FAB_ABANDONED) {
         fab_give(lane, operation);
         return;
@@ -108,18 +111,17 @@ int64_t fab_poll_completions(void *opaque, uint32_t lane_index, uccl_ep_completi
                     continue;
                 }
                 if (operation->kind == FAB_WRITE) {
-                    rail->outstanding_bytes -= operation->write.bytes;
+                    fab_returned(rail, operation);
                     out[count++] = (uccl_ep_completion){operation->write.token, operation->write.peer, 0};
                     lane->in_flight--;
                     fab_give(lane, operation);
                 } else if (operation->kind == FAB_CHUNK) {
-                    rail->outstanding_bytes -= operation->write.bytes;
-                    operation->posted = 0;
+                    fab_returned(rail, operation);
                     fab_finish(lane, operation, 0);
                 } else if (operation->kind == FAB_SEND) {
                     fab_message_sent(lane, operation);
                 } else {
-                    rail->outstanding_bytes -= operation->write.bytes;
+                    fab_returned(rail, operation);
                     fab_give(lane, operation);
                 }
             }

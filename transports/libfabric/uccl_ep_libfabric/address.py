@@ -22,11 +22,13 @@ class Endpoint:
         name: the provider's address of the endpoint.
         keys: remote key of each region.
         bases: address of each region in its process, used where the provider addresses virtually.
+        sizes: bytes of each region.
     """
 
     name: bytes
     keys: tuple[int, ...]
     bases: tuple[int, ...]
+    sizes: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Address:
 
     def pack(self) -> bytes:
         lanes = [
-            [[base64.b64encode(end.name).decode(), list(end.keys), list(end.bases)] for end in lane]
+            [[base64.b64encode(end.name).decode(), list(end.keys), list(end.bases), list(end.sizes)] for end in lane]
             for lane in self.lanes
         ]
         fields = {**dataclasses.asdict(self), "format": FORMAT, "lanes": lanes}
@@ -78,8 +80,8 @@ def unpack(data: bytes, rank: int) -> Address:
         fields["process"] = Process(**fields["process"])
         ends = tuple(
             tuple(
-                Endpoint(base64.b64decode(str(name)), tuple(keys), tuple(bases))  # type: ignore[arg-type]
-                for name, keys, bases in lane
+                Endpoint(base64.b64decode(str(name)), tuple(keys), tuple(bases), tuple(sizes))  # type: ignore[arg-type]
+                for name, keys, bases, sizes in lane
             )
             for lane in lanes
         )

@@ -15,5 +15,8 @@ OPTIONS = {
     "send_depth": Option(1024, "writes of a lane in flight at most", minimum=1, maximum=1 << 16),
     "receive_depth": Option(8192, "arrivals of a lane that wait to be polled at most", minimum=64, maximum=1 << 20),
     "stripe_bytes": Option(1 << 18, "writes of at least this many bytes are cut over the rails; 0: never", minimum=0),
+    "reconnect_s": Option(
+        0.5, "seconds a connection that broke with nothing in flight may take to come back; 0: for ever", minimum=0.0
+    ),
     "gpu_memory": Option("auto", "register GPU memory, or stage in host memory", choices=("auto", "staged")),
 }

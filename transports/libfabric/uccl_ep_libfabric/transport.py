@@ -94,9 +94,12 @@ class LibfabricTransport(Transport):
             depth,
             options["receive_depth"],
             options["stripe_bytes"] if self._capabilities.delivery_complete else 0,
+            self._capabilities.max_message,
         )
         if context == module.ffi.NULL:
             raise TransportError(f"libfabric: out of memory for {options['lanes']} lanes of depth {depth}")
+        if self._capabilities.peer_failure == "error_completion":
+            module.lib.fab_set_patience(context, int(options["reconnect_s"] * 1e9))
         for rail, answer in enumerate(self._choice.rails):
             code = module.lib.fab_open_rail(context, rail, answer.query, answer.index)
             if code:
@@ -178,7 +181,7 @@ class LibfabricTransport(Transport):
                 raise TransportError(f"libfabric: memory {region} has no key: {self._error(code)}")
             keys.append(int(key[0]))
             bases.append(int(base[0]))
-        return Endpoint(bytes(module.ffi.buffer(room, length)), tuple(keys), tuple(bases))
+        return Endpoint(bytes(module.ffi.buffer(room, length)), tuple(keys), tuple(bases), tuple(memory.nbytes for memory in self._regions))
 
     # ---- connecting ----
 
@@ -227,7 +230,16 @@ class LibfabricTransport(Transport):
         for lane, ends in enumerate(address.lanes[:lanes]):
             for rail, end in enumerate(ends):
                 code = module.lib.fab_add_peer(
-                    self._context, lane, rail, peer, end.name, len(end.name), len(end.keys), end.keys, end.bases
+                    self._context,
+                    lane,
+                    rail,
+                    peer,
+                    end.name,
+                    len(end.name),
+                    len(end.keys),
+                    end.keys,
+                    end.bases,
+                    end.sizes,
                 )
                 if code:
                     raise TransportError(f"libfabric: {self._words()}")
