@@ -1,8 +1,13 @@
-"""Portable expert-parallel communication: `Buffer` dispatches tokens to experts and combines their outputs."""
+"""Portable expert-parallel communication: `Buffer` dispatches tokens to experts and combines their outputs.
 
+Importing it loads neither torch nor a plugin: names that need torch are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
 from importlib.metadata import PackageNotFoundError, version
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from uccl_ep_core.errors import (
     ArgumentError,
@@ -16,17 +21,37 @@ from uccl_ep_core.errors import (
     TransportError,
 )
 
-from .buffer import Buffer
-from .events import EventHandle, EventOverlap
-from .tuning import Config
+if TYPE_CHECKING:
+    from .buffer import Buffer
+    from .events import EventHandle, EventOverlap
+    from .tuning import Config
+    from .utils import topk_idx_t
+
+_LAZY = {
+    "Buffer": "buffer",
+    "Config": "tuning",
+    "EventHandle": "events",
+    "EventOverlap": "events",
+    "topk_idx_t": "utils",
+}
 
 try:
     __version__ = version("uccl_ep")
 except PackageNotFoundError:  # used from a source tree that was never installed
     __version__ = "0+unknown"
 
-topk_idx_t = torch.int64
-"""The index type that DeepEP was built with; here int32 works as well."""
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
+
 
 __all__ = [
     "ArgumentError",
