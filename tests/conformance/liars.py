@@ -49,7 +49,11 @@ class SignalsOvertake(Liar):
 
 
 class SignalsAddInHalves(Liar):
-    """Raises a 64-bit signal in two steps."""
+    """Raises a 64-bit signal in two steps, a poll apart."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.held: list[Any] = []
 
     def post_signals(self, lane: int, signals: Any, count: int) -> int:
         for index in range(count):
@@ -57,9 +61,12 @@ class SignalsAddInHalves(Liar):
             half.value &= 0xFFFFFFFF
             half.token = 1 << 60
             super().post_signals(lane, half, 1)
-        return super().post_signals(lane, signals, count)
+            self.held.append(abi.Signal.from_buffer_copy(signals[index]))
+        return count
 
     def poll_completions(self, lane: int, out: Any, capacity: int) -> int:
+        while self.held and super().post_signals(lane, self.held[0], 1):
+            self.held.pop(0)
         count, kept = super().poll_completions(lane, out, capacity), 0
         for index in range(count):
             if out[index].token < 1 << 60:

@@ -26,7 +26,7 @@ LIES = {
     "BlocksInPost": ("never_blocks", r"post_writes blocks: 2\d\.\d ms"),
     "HangsWhenFull": ("send_queue_depth", r"did not return within .*no function may block"),
     "FailsWhenFull": ("send_queue_depth", r"a full queue must answer 0"),
-    "ShallowQueue": ("send_queue_depth", r"send_queue_depth is 4096, but 1024 writes fill the queue"),
+    "ShallowQueue": ("send_queue_depth", r"send_queue_depth is 4096, but only 1024 writes fit before"),
     "AcceptsTooMuch": ("max_message", r"max_message: a write of 65537 bytes was accepted"),
     "DropsTails": ("max_message", r"max_message: .*not at the target from byte \d+ on"),
     "RoundsSizes": ("alignment", r"alignment 1: byte \d+ is wrong"),
