@@ -56,7 +56,13 @@ verify: $(VENV)/.installed  ## the models of the channel and of the ordering pro
 softroce: $(VENV)/.installed  ## the ibverbs transport on the kernel's software RDMA devices
 	@transports/ibverbs/softroce/run
 
-kernels: $(VENV)/.installed  ## compile every kernel for every listed GPU architecture
+# The compilers of `make kernels`, as Python packages: NVRTC, and clang with lld for AMD.
+$(VENV)/.kernels: $(VENV)/.environment
+	@$(BIN)/python .ci/requirements.py kernels > $(VENV)/kernels.txt
+	@$(PIP) -r $(VENV)/kernels.txt
+	@touch $@
+
+kernels: $(VENV)/.installed $(VENV)/.kernels  ## compile every kernel for every listed GPU architecture
 	@$(BIN)/python -m uccl_ep_core.kernels_compile
 
 bench: $(VENV)/.installed  ## dispatch and combine against a gloo all-to-all in the same run

@@ -30,6 +30,9 @@ OPTIONS = ("-std=c++20", "-default-device", "-fmad=false", "--dopt=on", "--ptxas
 MAX_THREADS_PER_BLOCK = 384
 """As in native/primitives.hpp."""
 
+NVCC_OPTIONS = ("-std=c++20", "-fmad=false", "-Xptxas=-v")
+
+_OFFLINE_TIMEOUT_S = 600.0
 _OBJECTS = Path(__file__).with_name("objects")
 _ARCHITECTURE = re.compile(r"sm_(\d+)(\d)$")
 
@@ -63,23 +66,28 @@ def runs_on(built_for: str, device: str) -> bool:
 
 
 class CudaOffline(OfflineCompiler):
-    """NVRTC, which needs neither a device nor a driver."""
+    """NVRTC, which needs neither a device nor a driver, or else nvcc."""
 
     architectures = ARCHITECTURES
     suffix = "cubin"
     table = Path(__file__).with_name("resources.json")
 
     def unavailable_because(self) -> str:
-        return "" if nvrtc.find_nvrtc() is not None else f"no NVRTC was found; {nvrtc.REMEDY}"
+        if nvrtc.find_nvrtc() is not None or nvrtc.find_nvcc() is not None:
+            return ""
+        return f"neither NVRTC nor nvcc was found; {nvrtc.REMEDY}"
 
     def units(self) -> Sequence[Unit]:
         return source_tree().units()
 
     def compile(self, unit: Unit, architecture: str) -> OfflineBuild:
-        compiler = nvrtc.find_nvrtc()
-        if compiler is None:
+        compiler, nvcc = nvrtc.find_nvrtc(), nvrtc.find_nvcc()
+        if compiler is not None:
+            compiled = compile_unit(unit, architecture, compiler, timeout_s=_OFFLINE_TIMEOUT_S)
+        elif nvcc is not None:
+            compiled = nvrtc.compile_with_nvcc(nvcc, unit, (f"-arch={architecture}", *NVCC_OPTIONS), _OFFLINE_TIMEOUT_S)
+        else:
             raise CompileError(self.unavailable_because())
-        compiled = compile_unit(unit, architecture, compiler, timeout_s=600.0)
         return check_complete(unit, architecture, OfflineBuild(compiled.image, read_resources(compiled.log, unit)))
 
 

@@ -1,14 +1,18 @@
-"""Finds NVRTC: in the packages that torch brings, or in an installed toolkit."""
+"""Finds NVRTC, in the packages that torch brings or in an installed toolkit, and nvcc where there is one."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from uccl_ep_core.device_runtime.compiler import CompilerLibrary
+from uccl_ep_core.device_runtime.compiler import Compiled, CompileError, CompilerLibrary
+from uccl_ep_core.device_runtime.sources import Unit
 
 OLDEST = (12, 8)
 """Earlier releases crash on valid sources for sm_90 (12.4 and 12.6 were seen to)."""
@@ -63,3 +67,30 @@ def _folders() -> Iterable[Path]:
         if folder:
             yield Path(folder)
     yield from (Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib/aarch64-linux-gnu"), Path("/usr/lib64"))
+
+
+def find_nvcc() -> Path | None:
+    """nvcc on the path or in an installed toolkit; it also needs a C++ compiler, which it finds itself."""
+    found = shutil.which("nvcc")
+    if found:
+        return Path(found)
+    return next((path for path in sorted(Path("/usr/local").glob("cuda*/bin/nvcc"), reverse=True)), None)
+
+
+def compile_with_nvcc(nvcc: Path, unit: Unit, options: Sequence[str], timeout_s: float) -> Compiled:
+    """Compile a unit to machine code, from files in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="uccl_ep_nvcc_") as name:
+        folder = Path(name)
+        source, image = folder / f"{unit.name}.cu", folder / "image.cubin"
+        for header, text in {source.name: unit.source.replace("#pragma once", ""), **unit.headers}.items():
+            (folder / header).parent.mkdir(parents=True, exist_ok=True)
+            (folder / header).write_text(text)
+        command = [str(nvcc), *options, f"-I{folder}", "-cubin", str(source), "-o", str(image)]
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise CompileError(f"{nvcc} took more than {timeout_s:g} s for {unit.name}") from None
+        log = (done.stdout + done.stderr).decode(errors="replace")
+        if done.returncode != 0:
+            raise CompileError(f"{' '.join(command)} failed with status {done.returncode}", log)
+        return Compiled(image.read_bytes(), log)
