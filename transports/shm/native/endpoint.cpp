@@ -92,6 +92,10 @@ int64_t Endpoint::post_writes(uint32_t lane_index, const uccl_ep_write *writes, 
         if (lane.tail - lane.head == kQueueDepth || (copied != 0 && copied + write.bytes > kBytesPerPost)) {
             return static_cast<int64_t>(i);
         }
+        if (write.bytes > kBytesPerPost) {
+            refuse(lane, "larger than max_message", write.peer, write.remote_offset, write.bytes);
+            return i != 0 ? static_cast<int64_t>(i) : -EMSGSIZE;
+        }
         if (write.peer >= peers_.size() || peers_[write.peer]->regions.empty()) {
             return i != 0 ? static_cast<int64_t>(i) : refuse(lane, "not connected to the peer", write.peer, 0, 0);
         }

@@ -55,6 +55,10 @@ int64_t Lane::refuse_write(const uccl_ep_write &write) {
     if (write.local_region >= user_regions || write.remote_region >= user_regions) {
         return refuse(-EINVAL, "sim: there are " + std::to_string(user_regions) + " regions");
     }
+    // Cut into pieces, such a write would come out at the other end of the region.
+    if (write.remote_offset + write.bytes < write.remote_offset) {
+        return refuse(-EINVAL, "sim: the target's offset and size exceed 64 bits");
+    }
     const Region &source = owner_.regions_[write.local_region];
     if (write.bytes > source.bytes || write.local_offset > source.bytes - write.bytes) {
         return refuse(-EINVAL, "sim: the source reaches beyond its region of " + std::to_string(source.bytes) + " bytes");
