@@ -48,7 +48,7 @@ test: $(VENV)/.installed  ## the tests
 	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) $(TESTS)
 
 test-full: $(VENV)/.installed  ## the tests with every seed and the long runs
-	@$(BIN)/python -m pytest -q --full $(PYTEST_ARGS) $(TESTS)
+	@$(BIN)/python -m pytest -q -m "full or not full" $(PYTEST_ARGS) $(TESTS)
 
 verify: $(VENV)/.installed  ## the models of the channel and of the ordering protocol
 	@$(BIN)/python core/verification/run.py
