@@ -259,7 +259,10 @@ class Buffer:
             cached = high_throughput.dispatch_cached(self._communicator, handle, payload, scales)
             return self._payload(cached), None, None, None, cached.handle, self._event(async_finish)
         if is_token_in_rank is None or num_tokens_per_expert is None:
-            raise ArgumentError("dispatch needs is_token_in_rank and num_tokens_per_expert (get_dispatch_layout), or handle")
+            raise ArgumentError(
+                "dispatch needs either handle=, or is_token_in_rank= and num_tokens_per_expert= as from "
+                "get_dispatch_layout(topk_idx, num_experts)"
+            )
         if expert_alignment < 1:
             raise ArgumentError(f"expert_alignment = {expert_alignment}: must be at least 1")
         result = high_throughput.dispatch(

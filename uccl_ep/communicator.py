@@ -146,7 +146,7 @@ class Communicator:
         self.domain_ranks = range(first, first + self.ranks_per_domain)
         remote = [rank for rank in range(self.num_ranks) if rank not in self.domain_ranks]
 
-        if remote:
+        if remote or general.transport != "auto":  # a named transport must be usable, needed or not
             together(bootstrap, "opening the transport", self._open_transport)
         self.capacity = LowLatencyCapacity.of(low_latency_bytes, self.num_ranks, remote=bool(remote))
         self.layout = _native.Layout(

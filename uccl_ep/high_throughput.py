@@ -24,12 +24,25 @@ from .tensors import (
     check_rows,
     check_topk_idx,
     check_topk_weights,
+    names,
     pointer,
     round_up,
 )
 
 SLOT_OVERHEAD = 64 + 3 * 16 + 64  # bytes of a slot that are not rows, at most (DispatchRows::capacity)
 RAIL_MASK_BYTES = 16
+PAYLOADS = (
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.uint8,
+    torch.int8,
+)
 REDUCER_STATE_BYTES = 24  # sizeof(IncomingRows) of core/kernels/combine.hpp
 
 
@@ -154,6 +167,8 @@ def _check_payload(
     x = check_matrix("x", x, device)
     if x.shape[1] == 0:
         raise ArgumentError("x has hidden size 0: at least 1 is needed")
+    if x.dtype not in PAYLOADS:
+        raise ArgumentError(f"x is {x.dtype}: dispatch carries {names(PAYLOADS)}")
     if scales is not None:
         scales = check_matrix("scales", scales, device)
         check_rows("scales", scales, x.shape[0], "x")
