@@ -8,5 +8,6 @@ namespace uccl_ep {
 void bind_layout(pybind11::module_ &module);
 void bind_memory(pybind11::module_ &module);
 void bind_engine(pybind11::module_ &module);
+void bind_python_ops(pybind11::module_ &module);
 
 }  // namespace uccl_ep

@@ -8,6 +8,7 @@
 
 #include "../src/peer_monitor.hpp"
 #include "bindings.hpp"
+#include "uccl_ep/null_transport.hpp"
 #include "uccl_ep/std_atomics.hpp"
 
 namespace py = pybind11;
@@ -209,6 +210,11 @@ void bind_engine(py::module_ &module) {
         .def_property_readonly("unwatched", &PeerMonitor::unwatched, "Ranks whose death cannot be noticed here.")
         .def("start", &PeerMonitor::start)
         .def("stop", &PeerMonitor::stop, py::call_guard<py::gil_scoped_release>());
+
+    py::class_<NullTransport>(module, "NullTransport", "Moves nothing; for measuring the proxy.")
+        .def(py::init<uint32_t, uint64_t>(), py::arg("lanes"), py::arg("depth") = 1024)
+        .def_property_readonly(
+            "ops", [](const NullTransport &transport) { return reinterpret_cast<uint64_t>(transport.ops()); });
 
     py::class_<Engine, std::unique_ptr<Engine, WithoutGil<Engine>>>(module, "Engine")
         .def(py::init([](uint32_t rank, const Layout &layout, uint64_t data_pointer, uint64_t control_pointer,
