@@ -45,13 +45,13 @@ PYBIND11_MODULE(_native, module) {
              py::arg("readable") = false);
 
     py::class_<Plane>(module, "Plane")
-        .def(py::init<uint32_t, bool, bool>(), py::kw_only(), py::arg("num_ranks"), py::arg("immediates"),
-             py::arg("signals"))
+        .def(py::init<uint32_t, uint64_t, bool, bool>(), py::kw_only(), py::arg("num_ranks"), py::arg("max_message"),
+             py::arg("immediates"), py::arg("signals"))
         .def(
             "add_lane",
             [](Plane &plane, std::string device, std::vector<Region> local, uint64_t flush_address, uint32_t flush_key,
                uint64_t send_queue, uint64_t receive_queue) {
-                LaneSettings settings{std::move(device), std::move(local), flush_address, flush_key};
+                LaneSettings settings{std::move(device), std::move(local), flush_address, flush_key, 0};
                 plane.add_lane(std::move(settings), send_queue, receive_queue);
             },
             py::kw_only(), py::arg("device"), py::arg("local"), py::arg("flush_address"), py::arg("flush_key"),

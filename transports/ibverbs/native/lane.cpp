@@ -8,8 +8,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "uccl_ep/command.hpp"
-
 namespace uccl_ep::ibverbs {
 namespace {
 
@@ -54,6 +52,7 @@ void Lane::add_pair(uint32_t peer, ibv_qp *queue_pair, PairSettings settings) {
     pairs_.push_back(std::move(pair));
     place_by_rank_[peer] = static_cast<int32_t>(pairs_.size() - 1);
     refill(pairs_.back());
+    if (pairs_.back().settings.receive_depth == 0) post_watch(pairs_.back());
     if (pairs_.back().broken) throw std::runtime_error(error_);
 }
 
@@ -93,10 +92,14 @@ Lane::Verdict Lane::add_write(const uccl_ep_write &write) {
     }
     const Region &local = settings_.local[write.local_region];
     const Region &remote = pair->settings.remote[write.remote_region];
+    if (write.bytes > settings_.max_message) {
+        error_ = "a write of " + std::to_string(write.bytes) + " bytes to rank " + std::to_string(write.peer) +
+                 " is longer than max_message, " + std::to_string(settings_.max_message) + " bytes";
+        return Verdict::kInvalid;
+    }
     const bool immediate = (write.flags & UCCL_EP_WRITE_IMMEDIATE) != 0;
     const bool fenced = (write.flags & UCCL_EP_WRITE_FENCED) != 0;
-    if (!local.contains(write.local_offset, write.bytes) || !remote.contains(write.remote_offset, write.bytes) ||
-        write.bytes > kMaxWriteBytes) {
+    if (!local.contains(write.local_offset, write.bytes) || !remote.contains(write.remote_offset, write.bytes)) {
         error_ = "a write of " + std::to_string(write.bytes) + " bytes to rank " + std::to_string(write.peer) +
                  " leaves its windows";
         return Verdict::kInvalid;
@@ -282,6 +285,7 @@ int64_t Lane::poll_completions(uccl_ep_completion *out, uint64_t capacity) {
     }
     int got = kPollBatch;
     while (out_count_ < capacity && got == kPollBatch) got = fetch_completions();
+    if (watching_ && got == 0) look_at_watches();
     out_capacity_ = 0;  // what other calls emit waits for the next call of this one
     if (got < 0) {
         error_ = settings_.device + ": the completion queue of lane " + std::to_string(index_) +
@@ -312,6 +316,35 @@ void Lane::refill(Pair &pair) {
     }
 }
 
+// A receive is flushed when its queue pair fails. The cause is in the send queue, if this side was
+// sending: look there first, for its words and for what was still acknowledged.
+void Lane::on_flushed_receive(Pair &pair, const ibv_wc &completion) {
+    while (!pair.broken && fetch_completions() > 0) {
+    }
+    if (pair.broken) return;
+    break_pair(pair, pair.settled, errno_of(completion.status),
+               describe_completion(completion.status, completion.vendor_err, place_of(pair)));
+}
+
+void Lane::post_watch(Pair &pair) {
+    ibv_sge element = {settings_.flush_address, 1, settings_.flush_key};  // siw takes no receive without one
+    ibv_recv_wr request = {};
+    request.sg_list = &element;
+    request.num_sge = 1;
+    request.wr_id = static_cast<uint64_t>(&pair - pairs_.data()) << kPlaceShift;
+    ibv_recv_wr *refused = nullptr;
+    const int error = ibv_post_recv(pair.queue_pair, &request, &refused);
+    if (error != 0) break_pair(pair, 0, -EIO, describe_post(error, place_of(pair)));
+    watching_ = true;
+}
+
+void Lane::look_at_watches() {
+    ibv_wc completion;
+    while (ibv_poll_cq(receive_queue_, 1, &completion) > 0) {
+        if (completion.status != IBV_WC_SUCCESS) on_flushed_receive(pairs_[completion.wr_id >> kPlaceShift], completion);
+    }
+}
+
 int64_t Lane::poll_arrivals(uccl_ep_arrival *out, uint64_t capacity) {
     uint64_t count = 0;
     while (count < capacity) {
@@ -330,15 +363,8 @@ int64_t Lane::poll_arrivals(uccl_ep_arrival *out, uint64_t capacity) {
                 out[count++] = {ntohl(completion.imm_data), pair.peer, 0};
                 ++pair.consumed;
                 refill(pair);
-                continue;
-            }
-            // A receive is flushed when its queue pair fails. The cause is in the send queue, if this
-            // side was sending: look there first, for its words and for what was still acknowledged.
-            while (!pair.broken && fetch_completions() > 0) {
-            }
-            if (!pair.broken) {
-                break_pair(pair, pair.settled, errno_of(completion.status),
-                           describe_completion(completion.status, completion.vendor_err, place_of(pair)));
+            } else {
+                on_flushed_receive(pair, completion);
             }
         }
         if (got < wanted) break;

@@ -6,6 +6,9 @@
 // signalled. A reliable connection completes in order, so that completion settles all before it;
 // a queue slot is free again only when it was settled, hence queues can never overflow.
 //
+// A device without immediates still gets one receive a pair, a watch: nothing ever fills it, and it
+// is flushed when the connection ends. Without it, siw swallows writes that are posted later.
+//
 // A fenced write is settled by a one-byte read of the written region, posted behind it in the same
 // chain: its answer cannot pass the write at the target. One read a region settles all fenced writes
 // of a chain; not one for all regions, since a read of host memory pushes nothing into a GPU.
@@ -29,7 +32,7 @@ inline constexpr uint32_t kMaxRegions = 4;  // the contract has two: data and co
 
 struct PairSettings {
     uint32_t send_depth = 0;     // work requests
-    uint32_t receive_depth = 0;  // 0: no immediates on this device
+    uint32_t receive_depth = 0;  // 0: no immediates on this device, one receive is posted as a watch
     uint32_t inline_bytes = 0;   // what the queue pair was created with
     std::vector<Region> remote;
 };
@@ -39,6 +42,7 @@ struct LaneSettings {
     std::vector<Region> local;
     uint64_t flush_address = 0;  // registered memory that the fencing reads land in
     uint32_t flush_key = 0;
+    uint64_t max_message = 0;    // bytes of the longest write
 };
 
 struct Statistics {
@@ -100,6 +104,9 @@ private:
     void ring_doorbells();
     int fetch_completions();
     void refill(Pair &pair);
+    void post_watch(Pair &pair);
+    void look_at_watches();
+    void on_flushed_receive(Pair &pair, const ibv_wc &completion);
     Place place_of(const Pair &pair) const;
     void settle(Pair &pair, uint64_t up_to);
     void break_pair(Pair &pair, uint64_t proven_up_to, int error, std::string words);
@@ -112,6 +119,7 @@ private:
     ibv_cq *receive_queue_;
     std::vector<int32_t> place_by_rank_;  // index into pairs_, -1: no peer
     std::vector<Pair> pairs_;
+    bool watching_ = false;  // some pair has a watch
 
     // Scratch of one round of posting.
     std::vector<ibv_send_wr> requests_;

@@ -52,8 +52,11 @@ template <typename Handle> Handle *handle(uint64_t address, const char *what) {
 
 }  // namespace
 
-Plane::Plane(uint32_t num_ranks, bool immediates, bool signals)
-    : num_ranks_(num_ranks), dead_(std::make_unique<std::atomic<uint8_t>[]>(num_ranks)), ops_{} {
+Plane::Plane(uint32_t num_ranks, uint64_t max_message, bool immediates, bool signals)
+    : num_ranks_(num_ranks),
+      max_message_(max_message),
+      dead_(std::make_unique<std::atomic<uint8_t>[]>(num_ranks)),
+      ops_{} {
     ops_.magic = UCCL_EP_TRANSPORT_MAGIC;
     ops_.size = sizeof(ops_);
     ops_.context = this;
@@ -66,6 +69,7 @@ Plane::Plane(uint32_t num_ranks, bool immediates, bool signals)
 }
 
 void Plane::add_lane(LaneSettings settings, uint64_t send_queue, uint64_t receive_queue) {
+    settings.max_message = max_message_;
     const Queues queues{handle<ibv_cq>(send_queue, "completion queue"), handle<ibv_cq>(receive_queue, "arrival queue")};
     lanes_.push_back(std::make_unique<Lane>(static_cast<uint32_t>(lanes_.size()), num_ranks_, dead_.get(),
                                             std::move(settings), queues.send, queues.receive));

@@ -19,7 +19,7 @@ struct Handles {
 
 class Plane {
 public:
-    Plane(uint32_t num_ranks, bool immediates, bool signals);
+    Plane(uint32_t num_ranks, uint64_t max_message, bool immediates, bool signals);
 
     void add_lane(LaneSettings settings, uint64_t send_queue, uint64_t receive_queue);
 
@@ -39,6 +39,7 @@ private:
     };
 
     uint32_t num_ranks_;
+    uint64_t max_message_;  // bytes
     std::unique_ptr<std::atomic<uint8_t>[]> dead_;
     std::vector<Queues> queues_;
     std::vector<std::unique_ptr<Lane>> lanes_;

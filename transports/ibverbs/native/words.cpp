@@ -1,6 +1,7 @@
 #include "words.hpp"
 
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 
 namespace uccl_ep::ibverbs {
@@ -74,6 +75,7 @@ std::string describe_completion(ibv_wc_status status, uint32_t vendor_error, con
 }
 
 std::string describe_post(int error, const Place &place) {
+    error = std::abs(error);  // some providers return the negative number
     std::string text = where(place) + ": the device took no work request: " + std::strerror(error) + " (errno " +
                        std::to_string(error) + "). ";
     if (error == ENOMEM) return text + "Its queue is shorter than it said: lower the option send_depth.";

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import ipaddress
@@ -11,7 +12,7 @@ import re
 import socket
 import struct
 import sys
-from typing import Literal
+from typing import Any, Literal
 
 from .settings import Settings
 
@@ -168,17 +169,22 @@ class Gid:
         return self.gid.ipv4_mapped
 
 
-def gids(name: str, port: int) -> list[Gid]:
-    """The filled entries of a port's GID table."""
-    folder = SYSFS / "class/infiniband" / name / "ports" / str(port)
+GID_TYPES = {0: "InfiniBand", 1: "RoCE v1", 2: "RoCE v2"}
+
+
+def gids(context: Any, port: int, capacity: int) -> list[Gid]:
+    """The filled entries of a port's GID table. In one call of the opened device: sysfs has a file for
+    each of up to thousands of entries, nearly all of them empty."""
     found = []
-    for entry in sorted((folder / "gids").glob("*"), key=lambda path: int(path.name)):
-        text = read(entry)
-        if not text or not int(text.replace(":", ""), 16):
-            continue
-        version = read(folder / "gid_attrs/types" / entry.name)
-        interface = read(folder / "gid_attrs/ndevs" / entry.name)
-        found.append(Gid(int(entry.name), ipaddress.IPv6Address(text), version, interface))
+    for entry in context.query_gid_table(max(1, capacity)):
+        interface = ""
+        if entry.ndev_ifindex:
+            with contextlib.suppress(OSError):
+                interface = socket.if_indextoname(entry.ndev_ifindex)
+        if entry.port_num == port:
+            version = GID_TYPES.get(entry.gid_type, str(entry.gid_type))
+            text = entry.gid_str() if callable(entry.gid_str) else entry.gid_str
+            found.append(Gid(entry.gid_index, ipaddress.IPv6Address(text), version, interface))
     return found
 
 

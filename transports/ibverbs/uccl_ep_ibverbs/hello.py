@@ -28,7 +28,8 @@ from .rail import Rail
 QKEY = 0x55434550
 SLOT = 1024  # bytes; one datagram of every InfiniBand and RoCE path
 GRH = 40  # bytes that precede a received datagram
-NUM_RECEIVES = 256
+NUM_RECEIVES = 512
+FIRST_RECEIVES = 8  # posted before the peers are known; each costs a millisecond on a slow machine
 NUM_SENDS = 64
 FIRST_RETRY_S, LAST_RETRY_S = 0.02, 0.5
 
@@ -77,7 +78,7 @@ class Hello:
         attr = verbs.qp.QPAttr(qp_state=enums.IBV_QPS_INIT, port_num=rail.port)
         attr.qkey = QKEY
         self._qp.modify(attr, enums.IBV_QP_STATE | enums.IBV_QP_PKEY_INDEX | enums.IBV_QP_PORT | enums.IBV_QP_QKEY)
-        for slot in range(NUM_RECEIVES):
+        for slot in range(FIRST_RECEIVES):
             self._post_receive(slot)
         self._qp.modify(verbs.qp.QPAttr(qp_state=enums.IBV_QPS_RTR, port_num=rail.port), enums.IBV_QP_STATE)
         attr = verbs.qp.QPAttr(qp_state=enums.IBV_QPS_RTS, port_num=rail.port)
@@ -102,6 +103,8 @@ class Hello:
     ) -> None:
         """Start to tell each peer the numbers of the queue pairs made for it."""
         self._rank, self._nonce = rank, nonce
+        for slot in range(FIRST_RECEIVES, min(NUM_RECEIVES, 2 * len(addresses))):
+            self._post_receive(slot)
         verbs = self._rail.verbs
         for peer, address in addresses.items():
             where = address.rails[rail_index]

@@ -58,6 +58,10 @@ class Listener:
         self._accepted: dict[int, tuple[QueuePair, Any]] = {}  # by rdma_cm id
         self._calls: list[_Call] = []
 
+    def expect(self, pair: QueuePair) -> None:
+        """Post the receive of the initiator's first message, before any other receive."""
+        pair.qp.post_recv(self._rail.verbs.wr.RecvWR(0, 1, [self._greeting()]))
+
     def connect(
         self,
         rank: int,
@@ -68,11 +72,8 @@ class Listener:
         deadline: float,
     ) -> None:
         """Connect all queue pairs of this rail."""
-        verbs = self._rail.verbs
         self._nonce, self._rank, self._addresses = nonce, rank, addresses
         waiting = {(pair.peer, pair.lane): pair for pair in pairs if pair.peer > rank}
-        for pair in waiting.values():
-            pair.qp.post_recv(verbs.wr.RecvWR(0, 1, [self._greeting()]))
         established: set[int] = set()
         expected = len(waiting)
         self._calls = []

@@ -39,7 +39,7 @@ def create(
     verbs, enums = rail.verbs, rail.verbs.enums
     cap = verbs.qp.QPCap(
         max_send_wr=depths[0],
-        max_recv_wr=max(1, depths[1]),
+        max_recv_wr=depths[1],
         max_send_sge=1,
         max_recv_sge=1,
         max_inline_data=rail.inline_bytes,

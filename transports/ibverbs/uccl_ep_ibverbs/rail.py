@@ -75,7 +75,7 @@ class Rail:
         return max(1, min(MAX_READS, self.limits.max_qp_rd_atom, self.limits.max_qp_init_rd_atom or MAX_READS))
 
     def _address(self) -> tuple[str, str, discovery.Gid | None]:
-        table = discovery.gids(self.nic.name, self.port)
+        table = discovery.gids(self.context, self.port, self.port_limits.gid_tbl_len * len(self.nic.ports))
         if self.kind != "iwarp":
             try:
                 gid = discovery.choose_gid(table, self.kind, self.settings)

@@ -26,6 +26,14 @@ from .settings import OPTIONS, Settings
 
 MAX_WRITE = 16 << 20
 SIGNAL_BYTES = 8
+IDLE_RECEIVES = 2
+"""Receives of a queue pair without immediates: the greeting, and one that is flushed when the connection ends."""
+
+
+def _send_requests(settings: Settings) -> int:
+    """Work requests of a queue pair that takes ``send_depth`` writes: each may need a fencing read, and a write
+    is only taken while there is room for the most that one can need."""
+    return 2 * settings.send_depth + 8
 
 
 def _close_at_exit(reference: weakref.ref[IbverbsTransport]) -> None:
@@ -159,7 +167,7 @@ class IbverbsTransport(Transport):
             native_signal=("device" if gpu else "host") if signals and immediates else "none",
             device_memory=gpu,
             max_message=min(MAX_WRITE, *(rail.port_limits.max_msg_sz for rail in rails)),
-            send_queue_depth=min(settings.send_depth, *(rail.limits.max_qp_wr for rail in rails)),
+            send_queue_depth=min(settings.send_depth, *(max(1, rail.limits.max_qp_wr // 2 - 8) for rail in rails)),
             lanes=min(settings.lanes, MAX_PAIRS * len(rails)),
             inline_bytes=min(rail.inline_bytes for rail in rails),
         )
@@ -208,11 +216,15 @@ class IbverbsTransport(Transport):
             self._check_peer(peer, address)
         self._lanes = lanes
         self._depths = self._choose_depths(len(peers), lanes)
-        immediates = self.capabilities.imm_bits > 0
-        signals = self.capabilities.native_signal != "none"
-        self._plane = self._native.Plane(num_ranks=len(addresses), immediates=immediates, signals=signals)
+        promises = self.capabilities
+        self._plane = self._native.Plane(
+            num_ranks=len(addresses),
+            max_message=promises.max_message,
+            immediates=promises.imm_bits > 0,
+            signals=promises.native_signal != "none",
+        )
         for lane in range(lanes):
-            self._add_lane(lane, known, immediates)
+            self._add_lane(lane, rank, known)
         for index, rail in enumerate(self._rails):
             pairs = [pair for pair in self._pairs if pair.lane % len(self._rails) == index]
             listener, hello = self._listeners[index], self._hellos[index]
@@ -233,7 +245,9 @@ class IbverbsTransport(Transport):
     def _choose_depths(self, num_peers: int, lanes: int) -> tuple[int, int]:
         """Depths of a queue pair such that no completion queue can overflow, also when all of them fail."""
         settings = self._settings
-        send, receive = settings.send_depth, settings.receive_depth
+        send, receive = _send_requests(settings), settings.receive_depth
+        if not self.capabilities.imm_bits:
+            receive = IDLE_RECEIVES
         for rail in self._rails:
             share = rail.limits.max_cqe // max(1, num_peers)
             send = min(send, rail.limits.max_qp_wr, share)
@@ -245,18 +259,18 @@ class IbverbsTransport(Transport):
                     f"{rail.name} has {rail.limits.max_qp} queue pairs; {num_peers} peers times {lanes_here} lanes "
                     f"need more: lower general.num_proxies to {fewer}"
                 )
-        if send < 16 or receive < 4:
+        if send < 16 or receive < IDLE_RECEIVES:
             raise TransportError(f"a completion queue of this device is too short for {num_peers} peers")
         return send, receive
 
-    def _add_lane(self, lane: int, known: Mapping[int, Address], immediates: bool) -> None:
+    def _add_lane(self, lane: int, rank: int, known: Mapping[int, Address]) -> None:
         index = lane % len(self._rails)
         rail = self._rails[index]
         send_depth, receive_depth = self._depths
         library = rail.verbs
         try:
             send_queue = library.cq.CQ(rail.context, max(1, len(known) * send_depth))
-            receive_queue = library.cq.CQ(rail.context, max(1, len(known) * (receive_depth if immediates else 1)))
+            receive_queue = library.cq.CQ(rail.context, max(1, len(known) * receive_depth))
         except Exception as error:
             raise TransportError(
                 f"{rail.name} cannot make a completion queue for {len(known)} peers: {error}; lower send_depth"
@@ -273,9 +287,11 @@ class IbverbsTransport(Transport):
         )
         for peer, address in known.items():
             psn = random.randrange(1 << 24)
-            depths = (send_depth, receive_depth if immediates else 0)
-            pair = queue_pairs.create(rail, send_queue, receive_queue, lane, peer, psn, depths)
+            pair = queue_pairs.create(rail, send_queue, receive_queue, lane, peer, psn, self._depths)
             self._pairs.append(pair)
+            listener = self._listeners[index]
+            if listener is not None and peer > rank:
+                listener.expect(pair)
             remote = [
                 self._native.Region(base=it.base, bytes=it.nbytes, chunk_bytes=it.chunk_bytes, keys=it.keys)
                 for it in address.rails[index].regions
@@ -287,13 +303,13 @@ class IbverbsTransport(Transport):
                     queue_pair=raw.handle(pair.qp),
                     protection_domain=raw.handle(rail.domain),
                     qp_num=pair.number,
-                    send_depth=depths[0],
-                    receive_depth=depths[1],
+                    send_depth=send_depth,
+                    receive_depth=receive_depth if listener is None else 0,
                     inline_bytes=rail.inline_bytes,
                     remote=remote,
                 )
             except (ValueError, RuntimeError) as error:
-                raise TransportError(f"{pair}: {error} (pyverbs at {rail.verbs.origin})") from error
+                raise TransportError(f"{rail.name}: {error} (pyverbs at {rail.verbs.origin})") from error
 
     def _region(self, registration: Registration, keys: list[int]) -> Any:
         return self._native.Region(
