@@ -19,7 +19,8 @@ def test_fault_01_unusable_transport_names_a_fallback(pool: RankPool, name: str)
     plugin = registry.find(registry.TRANSPORTS, name)
     if plugin.loaded is not None and any(d.usable for d in plugin.loaded.probe({})):
         pytest.skip(f"{name} is usable on this machine")
-    for text in pool.run(fault_cases.construction_error, ranks=2, arguments={"values": {"UCCL_EP_TRANSPORT": name}}):
+    arguments = {"values": {"UCCL_EP_TRANSPORT": name}}
+    for text in pool.run(fault_cases.construction_error, ranks=2, domain=1, arguments=arguments):
         assert name in text and "shm" in text, text
 
 

@@ -85,7 +85,12 @@ def _choose(
         skipped.append((name, selected))
     kind = general_option.replace("_", " ")
     listing = "".join(f"\n  {name}: {words}" for name, words in skipped) or "\n  none is installed"
-    raise BackendUnavailableError(f"no {kind} can be used for {where}, {why}:{listing}")
+    instead = ""
+    if requested != "auto":
+        others = [n for n in configuration.preference(section, place) if n != requested]
+        usable = [n for n in others if not isinstance(_try(configuration, section, n, wanted), str)]
+        instead = f"\n  usable here instead: {', '.join(usable) or 'none'}"
+    raise BackendUnavailableError(f"no {kind} can be used for {where}, {why}:{listing}{instead}")
 
 
 def _try(
