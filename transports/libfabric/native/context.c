@@ -91,6 +91,9 @@ int fab_open_rail(fab_context *context, uint32_t rail, const fab_query *query, i
 }
 
 void fab_set_patience(fab_context *context, uint64_t nanoseconds) { context->patience_ns = nanoseconds; }
+void fab_set_deliver(fab_context *context, int deliver) {
+    context->write_flags = deliver ? FI_DELIVERY_COMPLETE : 0;
+}
 const char *fab_words(const fab_context *context) { return context->words; }
 void *fab_operations(fab_context *context) { return &context->table; }
 

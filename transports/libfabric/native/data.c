@@ -72,7 +72,7 @@ static ssize_t write_operation(fab_lane *lane, fab_operation *operation, bool mo
                                  .rma_iov_count = 1,
                                  .context = operation,
                                  .data = write->immediate & UINT32_MAX};
-    uint64_t flags = more ? FI_MORE : 0;
+    uint64_t flags = lane->context->write_flags | (more ? FI_MORE : 0);
     if (write->flags & UCCL_EP_WRITE_IMMEDIATE) {
         flags |= FI_REMOTE_CQ_DATA;
     }

@@ -1,5 +1,9 @@
 /* A rail that fails.
  *
+ * With several rails every write is posted with FI_DELIVERY_COMPLETE: a completion that only says "handed
+ * to the socket" would be given for bytes that die with the rail. Where the provider has no such
+ * completion, the loss of one rail is the loss of the peer, and a clear error.
+ *
  * A write whose rail failed may have landed, may still lie in some queue and land later, or may be gone.
  * It is sent again over another rail only after the receiver has closed its side of the failed one, so
  * that no late copy can overwrite newer data. The receiver's answer (FAB_REVOKED) proves that. A write
@@ -116,6 +120,9 @@ void fab_lose_rail(fab_lane *lane, uint32_t rail, uint32_t peer, int error, cons
         snprintf(lane->error, sizeof lane->error, "rail %u of lane %u to rank %u failed: %s: %s", rail, lane->index,
                  peer, fab_error_text(lane->context->library, error), words);
         hold_posted(lane, rail, peer);
+    }
+    if (!lane->context->write_flags) {
+        lane->lost[peer] = UINT8_MAX;
     }
     if (fab_choose_rail(lane, peer) == FAB_NONE) {
         fab_bury(lane->context, peer);

@@ -98,8 +98,8 @@ class LibfabricTransport(Transport):
         )
         if context == module.ffi.NULL:
             raise TransportError(f"libfabric: out of memory for {options['lanes']} lanes of depth {depth}")
-        if self._capabilities.peer_failure == "error_completion":
-            module.lib.fab_set_patience(context, int(options["reconnect_s"] * 1e9))
+        if len(self._choice.rails) > 1 and self._capabilities.delivery_complete:
+            module.lib.fab_set_deliver(context, 1)
         for rail, answer in enumerate(self._choice.rails):
             code = module.lib.fab_open_rail(context, rail, answer.query, answer.index)
             if code:
@@ -205,6 +205,9 @@ class LibfabricTransport(Transport):
             self._check_peer(parsed[rank], peer, parsed[peer])
             self._add_peer(peer, parsed[peer], lanes)
         self._shake_hands(parsed, timeout_s)
+        # From here on every connection stands, so one that refuses writes is one that broke.
+        if self._capabilities.peer_failure == "error_completion":
+            module.lib.fab_set_patience(self._context, int(self._options["reconnect_s"] * 1e9))
         self._connected = True
 
     def _check_peer(self, mine: Address, peer: int, other: Address) -> None:
