@@ -15,7 +15,7 @@
  *   FAIL lane errors, each followed by a retry (255: no limit)
  *   LATE 1: an immediate (without its payload) may come once more until LIFE messages later
  *   CREDIT 0: credits come late but right; 1: credits are themselves messages of a counted signal
- * A mutant is one more -D; MUTANT_LIST in docs/verification.md says what each takes away.
+ * A mutant is one more -D MUTANT_...; docs/verification.md says what each takes away.
  */
 #ifndef G
 #define G (2 * M)
@@ -395,7 +395,11 @@ active proctype LaneError() {
 #ifdef MUTANT_SAME_GENERATION
                 old[x] = (wire[x] > 0 || old[x]);
 #endif
+#ifdef MUTANT_NO_RETRY
+                wire[x] = 0;
+#else
                 wire[x] = open[x];
+#endif
                 x++
             :: else -> break
             od;

@@ -1,0 +1,1 @@
+"""The models that prove the channel and the ordering protocol, and what runs them."""
