@@ -42,7 +42,7 @@ $(VENV)/.installed: $(VENV)/.environment $(NATIVE_SOURCES) plugins.toml
 install: $(VENV)/.installed  ## make .venv and install uccl_ep into it
 
 demo: $(VENV)/.installed  ## dispatch and combine between 4 processes, checked and timed, on this machine
-	@$(BIN)/python examples/demo.py
+	@$(BIN)/python -m uccl_ep.demo
 
 test: $(VENV)/.installed  ## the tests
 	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) $(TESTS)

@@ -52,7 +52,9 @@ def run_ranks(
     Raises:
         RuntimeError: a rank failed or is late; with its traceback. All ranks are ended.
     """
-    context = multiprocessing.get_context("spawn")
+    # Children forked from a server that has imported torch, and started nothing, are up in a moment.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
     values = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **(env or {})}
     with tempfile.TemporaryDirectory(prefix="uccl_ep_") as folder:
         processes, pipes = [], {}
