@@ -220,6 +220,9 @@ private:
         StdAtomics::store_release_system(shared_.word(shared_.layout.signal_offset(signal)),
                                          receiver_.complete(signal));
         stats_.signals_raised.add(1);
+        if (trace_ != nullptr) {
+            trace_->add(TraceKind::kRaised, signal, receiver_.complete(signal), shared_.signal_writer(signal), 0, 0);
+        }
     }
 
     void protocol(uint32_t culprit, uint32_t signal, const char *words) {

@@ -125,6 +125,14 @@ bool Engine::stop(double timeout_s) {
         }
     }
     threads_.clear();
+    if (ended && !shared_->options.trace_path.empty()) {
+        std::vector<const TraceRecorder *> recorders;
+        for (const auto &proxy : proxies_) {
+            recorders.push_back(proxy->recorder());
+        }
+        trace_error_ =
+            write_trace(trace_path(shared_->options.trace_path, shared_->rank), shared_->rank, recorders);
+    }
     if (!ended) {
         stop_error_ = "a proxy did not end within its limit: a function of the transport blocks";
     }
@@ -138,7 +146,7 @@ std::string Engine::error() const {
             return words;
         }
     }
-    return stop_error_;
+    return stop_error_.empty() ? trace_error_ : stop_error_;
 }
 
 }  // namespace uccl_ep

@@ -40,6 +40,7 @@ private:
     std::shared_ptr<Ends> ends_;
     std::vector<std::thread> threads_;
     std::string stop_error_;
+    std::string trace_error_;
 };
 
 // Check what every rank must have right, and size what the proxies share.

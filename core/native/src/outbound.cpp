@@ -34,6 +34,25 @@ void Outbound::signal(uccl_ep_signal signal, const Op &op) {
     signal_after_.push_back(writes_.size());
 }
 
+void Outbound::trace_writes(uint64_t first, uint64_t count) {
+    for (uint64_t i = first; i < first + count; ++i) {
+        const Op &op = ops_[writes_[i].token];
+        if (op.kind == OpKind::kCommand) {
+            trace_->add(TraceKind::kPosted, op.ring * shared_.num_proxies + lane_, op.first_ticket, op.peer,
+                        op.bytes, op.commands);
+        } else if (op.kind == OpKind::kSignalWrite) {
+            trace_->add(TraceKind::kSignalled, op.signal, op.value, op.peer, 0, 0);
+        }
+    }
+}
+
+void Outbound::trace_signals(uint64_t first, uint64_t count) {
+    for (uint64_t i = first; i < first + count; ++i) {
+        const Op &op = ops_[signals_[i].token];
+        trace_->add(TraceKind::kSignalled, op.signal, op.value, op.peer, 0, 0);
+    }
+}
+
 int64_t Outbound::flush() {
     const uint64_t depth = shared_.limits.send_queue_depth;
     while (staged() && posted_ < depth) {
@@ -44,6 +63,9 @@ int64_t Outbound::flush() {
             const int64_t taken = shared_.ops->post_writes(shared_.ops->context, lane_, &writes_[next_write_], want);
             if (taken < 0) {
                 return taken;
+            }
+            if (trace_ != nullptr) {
+                trace_writes(next_write_, static_cast<uint64_t>(taken));
             }
             next_write_ += static_cast<uint64_t>(taken);
             posted_ += static_cast<uint64_t>(taken);
@@ -61,6 +83,9 @@ int64_t Outbound::flush() {
                 shared_.ops->post_signals(shared_.ops->context, lane_, &signals_[next_signal_], want);
             if (taken < 0) {
                 return taken;
+            }
+            if (trace_ != nullptr) {
+                trace_signals(next_signal_, static_cast<uint64_t>(taken));
             }
             next_signal_ += static_cast<uint64_t>(taken);
             posted_ += static_cast<uint64_t>(taken);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "engine_types.hpp"
+#include "trace.hpp"
 
 namespace uccl_ep {
 
@@ -50,6 +51,8 @@ public:
 
     // Post what the transport takes now, in order. Negative errno where it broke.
     int64_t flush();
+    // Record what is posted from now on; nullptr: nothing.
+    void trace(TraceRecorder *recorder) { trace_ = recorder; }
     // Whose turn it is: the rank to blame when flush() fails.
     uint32_t next_peer() const {
         return next_write_ < writes_.size()     ? writes_[next_write_].peer
@@ -61,6 +64,8 @@ public:
 
 private:
     uint64_t take(const Op &op);
+    void trace_writes(uint64_t first, uint64_t count);
+    void trace_signals(uint64_t first, uint64_t count);
 
     EngineShared &shared_;
     uint32_t lane_;
@@ -74,6 +79,7 @@ private:
     uint64_t next_write_ = 0;
     uint64_t next_signal_ = 0;
     uint64_t posted_ = 0;
+    TraceRecorder *trace_ = nullptr;
 };
 
 }  // namespace uccl_ep

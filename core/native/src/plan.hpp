@@ -42,6 +42,8 @@ public:
     // Signals put off that still have to leave before an orderly stop.
     virtual bool pending() const { return false; }
 
+    void trace(TraceRecorder *recorder) { trace_ = recorder; }
+
     // Set once; the proxy turns it into a verdict.
     const Fault *fault() const { return fault_.reason == Reason::kNone ? nullptr : &fault_; }
 
@@ -51,6 +53,8 @@ protected:
             fault_ = std::move(fault);
         }
     }
+
+    TraceRecorder *trace_ = nullptr;
 
 private:
     Fault fault_;

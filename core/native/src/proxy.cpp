@@ -43,6 +43,11 @@ Proxy::Proxy(std::shared_ptr<EngineShared> shared, uint32_t lane)
     const TransportLimits &limits = shared_->limits;
     max_write_ = std::min(limits.max_message, kMaxMergedBytes) / limits.alignment * limits.alignment;
     cap_peer_ = shared_->options.max_inflight_peer != 0 ? shared_->options.max_inflight_peer : limits.max_inflight;
+    if (!shared_->options.trace_path.empty()) {
+        trace_ = std::make_unique<TraceRecorder>();
+        outbound_.trace(trace_.get());
+        plan_->trace(trace_.get());
+    }
     capped_ = cap_peer_ != 0 || shared_->options.max_inflight_nic != 0;
 }
 
@@ -166,6 +171,9 @@ bool Proxy::stage(RingReader &ring) {
         ring.done = 0;
         ring.begin();
         stats_.commands.add(1);
+        if (trace_ != nullptr) {
+            ring.trace_pop(*trace_);
+        }
     }
     const Command &command = ring.current;
     const uint32_t ring_slot = static_cast<uint32_t>(&ring - rings_.data());
@@ -239,6 +247,9 @@ uint64_t Proxy::drain(RingReader &ring) {
     while (done < shared_->options.batch && stage(ring)) {
         ++done;
     }
+    if (trace_ != nullptr && ring.empty()) {
+        ring.seen_empty();
+    }
     return done;
 }
 
@@ -268,6 +279,10 @@ uint64_t Proxy::poll_completions() {
         }
         if (op->kind == OpKind::kCommand) {
             rings_[op->ring].finish(op->first_ticket, op->commands);
+            if (trace_ != nullptr) {
+                trace_->add(TraceKind::kCompleted, rings_[op->ring].index, op->first_ticket, op->peer, op->bytes,
+                            op->commands);
+            }
             charge(op->peer, op->bytes, false);
         }
         if (completion.status != 0) {

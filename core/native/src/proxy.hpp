@@ -25,6 +25,7 @@ public:
 
     const ProxyStats &stats() const { return stats_; }
     std::string error() const;
+    const TraceRecorder *recorder() const { return trace_.get(); }
     bool idle() const { return !have_open_ && outbound_.outstanding() == 0 && !plan_->pending(); }
 
 private:
@@ -49,6 +50,7 @@ private:
     Notices notices_;
     std::vector<RingReader> rings_;
     std::vector<uccl_ep_completion> completions_;
+    std::unique_ptr<TraceRecorder> trace_;  // nullptr: off
     uint64_t max_write_;      // bytes
     uint64_t cap_peer_;
     bool capped_;

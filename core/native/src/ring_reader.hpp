@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "engine_types.hpp"
+#include "trace.hpp"
 #include "uccl_ep/ring.hpp"
 #include "uccl_ep/std_atomics.hpp"
 
@@ -26,6 +27,21 @@ public:
         return true;
     }
     uint64_t ticket() const { return popped_; }
+    bool empty() const {
+        PackedCommand packed;
+        return !begun && !ring_peek<StdAtomics>(slots_, capacity_, popped_, &packed);
+    }
+    // For the trace: the command at ticket() was not there yet.
+    void seen_empty() {
+        looked_at_ = popped_;
+        looked_ns_ = now_ns();
+    }
+    void trace_pop(TraceRecorder &trace) const {
+        if (looked_at_ == popped_) {
+            trace.add(TraceKind::kLook, index, popped_, current.peer, current.bytes, 0, looked_ns_);
+        }
+        trace.add(TraceKind::kPopped, index, popped_, current.peer, current.bytes, 0);
+    }
 
     // The command at ticket() is being worked on: it holds itself open until pop().
     void begin() { remaining_[popped_ & mask_] = 1; }
@@ -69,6 +85,8 @@ private:
     uint64_t told_completed_ = 0;
     std::vector<uint32_t> remaining_;  // per popped command: writes under way, plus one while it is staged
     uint64_t mask_;
+    uint64_t looked_at_ = ~uint64_t{0};
+    uint64_t looked_ns_ = 0;
 };
 
 }  // namespace uccl_ep
