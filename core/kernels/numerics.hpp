@@ -56,13 +56,39 @@ struct Float64 {
     UCCL_EP_DEVICE static double store(double value) { return value; }
 };
 
+// The three steps of a run of sums. A full run has a constant length, which lets a CPU compiler make
+// vector code; `count` is below kRun only at the end of a row.
+template <class Element, uint32_t kRun, bool kWeighted>
+UCCL_EP_DEVICE void add_run(typename Element::Accumulator *__restrict__ sums,
+                            const typename Element::Storage *__restrict__ from,
+                            typename Element::Accumulator factor, uint32_t count) {
+    const auto add = [&](uint32_t i) {
+        const typename Element::Accumulator value = Element::load(from[i]);
+        sums[i] += kWeighted ? value * factor : value;
+    };
+    if (count == kRun) {
+        for (uint32_t i = 0; i < kRun; ++i) add(i);
+    } else {
+        for (uint32_t i = 0; i < count; ++i) add(i);
+    }
+}
+
+template <class Element, uint32_t kRun>
+UCCL_EP_DEVICE void store_run(typename Element::Storage *__restrict__ to,
+                              const typename Element::Accumulator *__restrict__ sums, uint32_t count) {
+    if (count == kRun) {
+        for (uint32_t i = 0; i < kRun; ++i) to[i] = Element::store(sums[i]);
+    } else {
+        for (uint32_t i = 0; i < count; ++i) to[i] = Element::store(sums[i]);
+    }
+}
+
 // out[i] = round(sum over terms, in order, of term j's element i), the whole warp together.
 // `term(j)` gives the row of term j, `weight(j)` its factor where kWeighted.
 template <class Element, bool kWeighted, class Term, class Weight>
 UCCL_EP_DEVICE void sum_rows(uint8_t *out, uint32_t hidden, uint32_t num_terms, Term term, Weight weight) {
     using Storage = typename Element::Storage;
     using Accumulator = typename Element::Accumulator;
-    auto *to = reinterpret_cast<Storage *>(out);
     constexpr uint32_t kRun = device::kReduceElements;
     for (uint32_t base = device::lane() * kRun; base < hidden; base += device::kWarpSize * kRun) {
         const uint32_t count = hidden - base < kRun ? hidden - base : kRun;
@@ -70,24 +96,9 @@ UCCL_EP_DEVICE void sum_rows(uint8_t *out, uint32_t hidden, uint32_t num_terms, 
         for (uint32_t i = 0; i < kRun; ++i) sums[i] = 0;
         for (uint32_t j = 0; j < num_terms; ++j) {
             const auto *from = reinterpret_cast<const Storage *>(term(j)) + base;
-            const Accumulator factor = kWeighted ? static_cast<Accumulator>(weight(j)) : Accumulator{1};
-            if (count == kRun) {  // the full run has a constant length, which the compiler turns into vectors
-                for (uint32_t i = 0; i < kRun; ++i) {
-                    const Accumulator value = Element::load(from[i]);
-                    sums[i] += kWeighted ? value * factor : value;
-                }
-            } else {
-                for (uint32_t i = 0; i < count; ++i) {
-                    const Accumulator value = Element::load(from[i]);
-                    sums[i] += kWeighted ? value * factor : value;
-                }
-            }
+            add_run<Element, kRun, kWeighted>(sums, from, kWeighted ? static_cast<Accumulator>(weight(j)) : Accumulator{1}, count);
         }
-        if (count == kRun) {
-            for (uint32_t i = 0; i < kRun; ++i) to[base + i] = Element::store(sums[i]);
-        } else {
-            for (uint32_t i = 0; i < count; ++i) to[base + i] = Element::store(sums[i]);
-        }
+        store_run<Element, kRun>(reinterpret_cast<Storage *>(out) + base, sums, count);
     }
 }
 
