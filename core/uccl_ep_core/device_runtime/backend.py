@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import abc
+import ctypes
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from .. import shared_memory
-from ..errors import ArgumentError, BufferClosedError, ConfigurationError
+from ..errors import ArgumentError, BackendUnavailableError, BufferClosedError, ConfigurationError
 from ..gpu_backend import Event, GpuBackend, KernelLimits, Window
-from ..transport import Memory
-from .driver import DeviceFacts, Driver
+from ..transport import Device, Memory
+from .driver import DeviceFacts, Driver, DriverError
 from .events import RuntimeEvent, poll
 from .kernels import KernelTable
+from .library import LibraryNotFoundError
 from .torch_device import TorchDevice
 from .windows import (
     RuntimeWindow,
@@ -27,11 +28,20 @@ from .windows import (
     process_identity,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 _SHARED_ALIGNMENT = 128  # bytes; the staging behind a kernel's own shared memory starts aligned
 
 
 class RuntimeBackend(GpuBackend, abc.ABC):
-    """One device. A vendor's subclass gives `probe`, `open` and the compiled kernels.
+    """One device. A vendor's subclass names its devices, opens its driver and compiles for a device.
+
+    Attributes:
+        VENDOR: what devices are called: ``VENDOR:ordinal``.
+        DRIVER_REMEDY: what to do where the driver is missing or fails.
+        DEVICE_REMEDY: where it sees no device.
+        TORCH_REMEDY: where torch cannot use the device.
 
     Args:
         driver: the vendor's driver.
@@ -40,6 +50,99 @@ class RuntimeBackend(GpuBackend, abc.ABC):
         make_kernels: loads all kernels for this device; its context is current.
         max_blocks: blocks of a launch that wait for each other; 0: one a multiprocessor.
     """
+
+    VENDOR: ClassVar[str]
+    DRIVER_REMEDY: ClassVar[str]
+    DEVICE_REMEDY: ClassVar[str]
+    TORCH_REMEDY: ClassVar[str]
+
+    @classmethod
+    @abc.abstractmethod
+    def open_driver(cls, options: Mapping[str, Any]) -> Driver:
+        """The driver, one a process. Raises `LibraryNotFoundError` or `DriverError`."""
+
+    @classmethod
+    @abc.abstractmethod
+    def refuse(cls, facts: DeviceFacts) -> tuple[str, str] | None:
+        """Why this device cannot be used, and the remedy; None where it can."""
+
+    @classmethod
+    @abc.abstractmethod
+    def make_kernels(cls, driver: Driver, facts: DeviceFacts, options: Mapping[str, Any]) -> KernelTable:
+        """All kernels for this device, whose context is current."""
+
+    @classmethod
+    @abc.abstractmethod
+    def torch_device_of(cls, ordinal: int) -> TorchDevice:
+        """Where tensors and the current stream come from."""
+
+    @classmethod
+    def probe(cls, options: Mapping[str, Any]) -> Sequence[Device]:
+        try:
+            driver = cls.open_driver(options)
+            ordinals = range(driver.device_count())
+        except LibraryNotFoundError as error:
+            return [Device(cls.VENDOR, False, f"its driver is not here: {error}", cls.DRIVER_REMEDY)]
+        except DriverError as error:
+            return [Device(cls.VENDOR, False, str(error), cls.DRIVER_REMEDY)]
+        if not ordinals:
+            return [Device(cls.VENDOR, False, "the driver sees no device", cls.DEVICE_REMEDY)]
+        return [cls._judge(driver, ordinal) for ordinal in ordinals]
+
+    @classmethod
+    def _judge(cls, driver: Driver, ordinal: int) -> Device:
+        name = f"{cls.VENDOR}:{ordinal}"
+        try:
+            facts = driver.facts(ordinal)
+        except DriverError as error:
+            return Device(name, False, str(error), cls.DRIVER_REMEDY)
+        details = {
+            "name": facts.name,
+            "architecture": facts.architecture,
+            "pci_address": facts.pci_address,
+            "multiprocessors": facts.multiprocessors,
+            "cooperative_launch": facts.cooperative,
+            "dmabuf": facts.dmabuf,
+        }
+        refused = cls.refuse(facts)
+        if refused is not None:
+            return Device(name, False, *refused, details)
+        problem = cls.torch_device_of(ordinal).unavailable_because()
+        if problem:
+            return Device(name, False, problem, cls.TORCH_REMEDY, details)
+        return Device(name, True, f"{facts.name}, {facts.architecture}", "", details)
+
+    @classmethod
+    def open(cls, device: str | None, options: Mapping[str, Any]) -> Self:
+        ordinal = cls._ordinal(device)
+        devices = cls.probe(options)
+        chosen = next((found for found in devices if found.name in (f"{cls.VENDOR}:{ordinal}", cls.VENDOR)), None)
+        if chosen is None:
+            names = ", ".join(found.name for found in devices)
+            raise BackendUnavailableError(f"there is no device {cls.VENDOR}:{ordinal}; there are: {names}")
+        if not chosen.usable:
+            raise BackendUnavailableError(f"{chosen.name} cannot be used: {chosen.reason}. {chosen.remedy}")
+        settings = {name: option.default for name, option in cls.OPTIONS.items()} | dict(options)
+        return cls(
+            cls.open_driver(options),
+            ordinal,
+            cls.torch_device_of(ordinal),
+            lambda driver, facts: cls.make_kernels(driver, facts, settings),
+            settings["max_blocks"],
+        )
+
+    @classmethod
+    def _ordinal(cls, device: str | None) -> int:
+        # Devices have this vendor's name or torch's, which may differ; "1" is short for either.
+        torch_device = cls.torch_device_of(0)
+        kind, _, number = (device or cls.VENDOR).partition(":")
+        if kind.isdigit() and not number:
+            kind, number = cls.VENDOR, kind
+        if kind not in (cls.VENDOR, torch_device.device.type) or not (number.isdigit() or number == ""):
+            raise BackendUnavailableError(f"there is no device {device!r}; expected for example '{cls.VENDOR}:0'")
+        if number:
+            return int(number)
+        return 0 if torch_device.unavailable_because() else torch_device.current_ordinal()
 
     def __init__(
         self,
@@ -52,7 +155,7 @@ class RuntimeBackend(GpuBackend, abc.ABC):
         self._driver = driver
         self._torch = torch_device
         self._closed = False
-        self._live: weakref.WeakSet[RuntimeWindow] = weakref.WeakSet()
+        self._live: set[RuntimeWindow] = set()
         self.facts = driver.facts(ordinal)
         if max_blocks > self.facts.multiprocessors:
             raise ConfigurationError(
@@ -129,6 +232,14 @@ class RuntimeBackend(GpuBackend, abc.ABC):
         memory = Memory(pointer, nbytes, device=ordinal, dmabuf_fd=descriptor)
         return self._keep(RuntimeWindow(memory, pointer, undo, payload))
 
+    def copy_to_device(self, window: Window, data: bytes, offset: int = 0) -> None:
+        self._check_open()
+        if offset < 0 or offset + len(data) > window.memory.nbytes:
+            raise ArgumentError(f"bytes [{offset}, {offset + len(data)}) do not fit {window.memory.nbytes}")
+        source = (ctypes.c_char * max(len(data), 1)).from_buffer_copy(data or b"\0")
+        with self._driver.active(self.ordinal):
+            self._driver.copy_to_device(window.device_pointer + offset, ctypes.addressof(source), len(data))
+
     def allocate_host_window(self, nbytes: int) -> Window:
         self._check_open()
         return self._map_host(shared_memory.create(nbytes))
@@ -203,6 +314,7 @@ class RuntimeBackend(GpuBackend, abc.ABC):
 
     def _keep(self, window: RuntimeWindow) -> RuntimeWindow:
         self._live.add(window)
+        window.when_closed(lambda: self._live.discard(window))
         return window
 
     # ---- kernels ----

@@ -8,22 +8,25 @@ import torch
 
 
 class TorchDevice:
-    """One device under torch's name for accelerators of this kind (CUDA and ROCm builds both say "cuda")."""
+    """One device under torch's name for accelerators, which is the same in the builds of all vendors.
 
-    def __init__(self, ordinal: int) -> None:
+    Args:
+        build: the member of ``torch.version`` that is set in builds for this vendor.
+    """
+
+    def __init__(self, ordinal: int, build: str) -> None:
         self.device = torch.device("cuda", ordinal)
+        self._build = build
 
-    @staticmethod
-    def unavailable_because() -> str:
+    def unavailable_because(self) -> str:
         """Why torch cannot use such a device, "" where it can."""
-        if not torch.backends.cuda.is_built():
-            return f"torch {torch.__version__} is a build without GPU support"
+        if getattr(torch.version, self._build, None) is None:
+            return f"torch {torch.__version__} is not a build for {self._build}"
         if not torch.cuda.is_available():
             return f"torch {torch.__version__} sees no device"
         return ""
 
-    @staticmethod
-    def current_ordinal() -> int:
+    def current_ordinal(self) -> int:
         return torch.cuda.current_device()
 
     def initialize(self) -> None:

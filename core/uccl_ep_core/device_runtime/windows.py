@@ -88,6 +88,10 @@ class RuntimeWindow(Window):
         self.payload = payload
         self._undo = undo
 
+    def when_closed(self, call: Callable[[], None]) -> None:
+        """Call this once, after everything else is undone."""
+        self._undo.insert(0, call)
+
     def close(self) -> None:
         while self._undo:
             self._undo.pop()()

@@ -11,6 +11,7 @@ from uccl_ep_core.device_runtime.library import Library
 
 from . import build
 from . import driver_api as api
+from .code_object import parameter_sizes
 
 
 class HipDriver(Driver):
@@ -27,6 +28,8 @@ class HipDriver(Driver):
         self.library_path = self._api.path
         self._architectures: dict[int, str] = {}
         self._utility_streams: dict[int, int] = {}
+        self._parameter_sizes: dict[int, dict[str, int]] = {}
+        self._parameter_bytes: dict[int, int | None] = {}
         self._call("hipInit", 0)
         version = ctypes.c_int()
         self._call("hipRuntimeGetVersion", ctypes.byref(version))
@@ -233,6 +236,7 @@ class HipDriver(Driver):
     def load_module(self, image: bytes) -> int:
         module = ctypes.c_void_p()
         self._call("hipModuleLoadData", ctypes.byref(module), ctypes.create_string_buffer(image, len(image)))
+        self._parameter_sizes[module.value or 0] = parameter_sizes(image)
         return module.value or 0
 
     def unload_module(self, module: int) -> None:
@@ -241,10 +245,11 @@ class HipDriver(Driver):
     def get_function(self, module: int, name: str) -> int:
         function = ctypes.c_void_p()
         self._call("hipModuleGetFunction", ctypes.byref(function), module, name.encode())
+        self._parameter_bytes[function.value or 0] = self._parameter_sizes[module].get(name)
         return function.value or 0
 
     def parameter_bytes(self, function: int) -> int | None:
-        return None  # the runtime has no call for it
+        return self._parameter_bytes.get(function)
 
     def allow_shared_bytes(self, function: int, nbytes: int) -> None:
         """All of a multiprocessor's shared memory can be used without asking."""
