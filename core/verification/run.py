@@ -25,8 +25,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from uccl_ep_verification.case import REMEDIES, Case, Limits, Outcome  # noqa: E402
-from uccl_ep_verification.catalogue import all_cases  # noqa: E402
+from uccl_ep_verification.case import REMEDIES, Case, Limits, Outcome
+from uccl_ep_verification.catalogue import all_cases
 
 QUICK = Limits(time_s=120, memory_mb=1500)
 FULL = Limits(time_s=1200, memory_mb=6000)
@@ -99,18 +99,20 @@ def main() -> int:
     missing = {tool for case in cases for tool in case.tools if not has_tool(tool)}
     limits = FULL if arguments.full else QUICK
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="uccl_ep_verify_") as shared:
-        with concurrent.futures.ThreadPoolExecutor(max(1, arguments.jobs)) as pool:
-            # z3's default context belongs to one thread at a time, so the lemmas run here.
-            futures = {
-                index: pool.submit(run_case, case, Path(shared), limits, missing)
-                for index, case in enumerate(cases)
-                if "z3" not in case.tools
-            }
-            rows = [
-                futures[index].result() if index in futures else run_case(case, Path(shared), limits, missing)
-                for index, case in enumerate(cases)
-            ]
+    with (
+        tempfile.TemporaryDirectory(prefix="uccl_ep_verify_") as shared,
+        concurrent.futures.ThreadPoolExecutor(max(1, arguments.jobs)) as pool,
+    ):
+        # z3's default context belongs to one thread at a time, so the lemmas run here.
+        futures = {
+            index: pool.submit(run_case, case, Path(shared), limits, missing)
+            for index, case in enumerate(cases)
+            if "z3" not in case.tools
+        }
+        rows = [
+            futures[index].result() if index in futures else run_case(case, Path(shared), limits, missing)
+            for index, case in enumerate(cases)
+        ]
     show(rows, console)
     wrong = [row for row in rows if not row.as_expected]
     mutants = sum(row.case.expect == "fail" for row in rows)

@@ -85,9 +85,7 @@ def ring_slots(mutation: str) -> Any:
     allowed = at_most(end - consumed, capacity + 1 if mutation == "one_too_many" else capacity)
     inside = [less(ticket - consumed, end - consumed) for ticket in (one, other)]
     mask = capacity - 1
-    return z3.Implies(
-        z3.And(at_most(shift, 20), allowed, one != other, *inside), (one & mask) != (other & mask)
-    )
+    return z3.Implies(z3.And(at_most(shift, 20), allowed, one != other, *inside), (one & mask) != (other & mask))
 
 
 def stale_progress(mutation: str) -> Any:

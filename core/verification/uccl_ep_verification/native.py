@@ -42,9 +42,7 @@ def ring_case(
         if verdict is None:
             return Outcome("unknown", 0, "time limit" if done.timed_out else done.output.strip()[-300:])
         passed = verdict.group(1) == "pass"
-        return Outcome(
-            "pass" if passed else "fail", int(verdict.group(2)), "" if passed else verdict.group(3).lower()
-        )
+        return Outcome("pass" if passed else "fail", int(verdict.group(2)), "" if passed else verdict.group(3).lower())
 
     return Case("ring", variant, expect, ("relacy", "g++"), check, full)
 
