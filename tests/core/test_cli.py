@@ -18,8 +18,13 @@ from uccl_ep.info import collect
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """``uccl-ep`` with none of the caller's own UCCL_EP_ variables."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("UCCL_EP_")} | variables
-    command = [sys.executable, "-c", "from uccl_ep.cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; sys.argv[0] = 'uccl-ep'; from uccl_ep.cli import main; main()",
+        *arguments,
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
 
 
 def test_info_for_people() -> None:
@@ -103,7 +108,7 @@ def test_every_command_that_is_listed_has_help(arguments: tuple[str, ...]) -> No
 
 
 def _importable(module: str) -> bool:
-    return subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, timeout=60).returncode == 0
+    return subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, timeout=240).returncode == 0
 
 
 def test_options_of_the_command_line(tmp_path: Path) -> None:

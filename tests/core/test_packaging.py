@@ -25,7 +25,7 @@ CHECKOUT = Path(__file__).parents[2]
 def native_modules() -> list[Path]:
     """Every native file of the installed packages."""
     script = f"import {', '.join(PACKAGES)}\n" + "".join(f"print(*{name}.__path__, sep=chr(10))\n" for name in PACKAGES)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=240)
     folders = {Path(line) for line in done.stdout.splitlines()}
     folders |= {Path(entry) / name for entry in sys.path if entry for name in PACKAGES}
     return sorted({file for folder in folders if folder.is_dir() for file in folder.rglob("*.so")})
@@ -47,7 +47,7 @@ def test_import_loads_no_vendor_library() -> None:
         "bad = [m for m in maps if re.match('lib(cuda|cudart|nvrtc|amdhip64|fabric|ibverbs|efa|rdmacm)[-.]', m)]\n"
         "sys.exit(f'loaded: {bad}' if bad else 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
 
@@ -58,7 +58,7 @@ def test_configuration_imports_where_there_is_no_torch() -> None:
         "import uccl_ep, uccl_ep.cli, uccl_ep_core.config as config\n"
         "config.Configuration.resolve({'timeout_s': 3}, {})\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
 
@@ -71,7 +71,7 @@ def test_headers_and_kernels_are_where_plugin_authors_are_told() -> None:
 def test_transport_header_compiles_alone(compiler: list[str]) -> None:
     flags = ["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", "-I", str(uccl_ep_core.include_directory())]
     source = '#include "uccl_ep/transport.h"\nint main(void) { return 0; }\n'
-    done = subprocess.run([*compiler, *flags, "-"], input=source, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*compiler, *flags, "-"], input=source, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
 
