@@ -50,7 +50,13 @@ test: $(VENV)/.installed  ## the tests
 test-full: $(VENV)/.installed  ## the tests with every seed and the long runs
 	@$(BIN)/python -m pytest -q -m "full or not full" $(PYTEST_ARGS) $(TESTS)
 
-verify: $(VENV)/.installed  ## the models of the channel and of the ordering protocol
+$(VENV)/.verify: $(VENV)/.environment
+	@.ci/packages spin:/usr/bin/spin relacy-dev:/usr/include/relacy/relacy.hpp
+	@$(BIN)/python .ci/requirements.py verify > $(VENV)/verify.txt
+	@$(PIP) -r $(VENV)/verify.txt
+	@touch $@
+
+verify: $(VENV)/.installed $(VENV)/.verify  ## the models of the channel and of the ordering protocol
 	@$(BIN)/python core/verification/run.py
 
 softroce: $(VENV)/.installed  ## the ibverbs transport on the kernel's software RDMA devices
