@@ -21,7 +21,8 @@ __device__ __forceinline__ void begin_block() {}
 __device__ __forceinline__ void drain() {}
 
 __device__ __forceinline__ void fetch_quad(uint32_t stage, const uint8_t *source) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(stage), "l"(__cvta_generic_to_global(source)) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(stage), "l"(__cvta_generic_to_global(source))
+                 : "memory");
 }
 
 // The whole warp. Copies all but the last few bytes and returns how many; 0 where the addresses need

@@ -76,9 +76,10 @@ __device__ __forceinline__ void wait_filled(uint32_t barrier, uint32_t phase) {
 }
 
 __device__ __forceinline__ void store(void *destination, uint32_t stage, uint32_t bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(destination)),
-                 "r"(stage), "r"(bytes)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(destination)),
+        "r"(stage), "r"(bytes)
+        : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 

@@ -10,14 +10,14 @@
 #define UCCL_EP_DEVICE __device__ __forceinline__
 // An entry point: the parameter struct stays in constant memory, and a block sets up its staging first
 // and leaves nothing in flight, whichever way the body returns.
-#define UCCL_EP_KERNEL(name, Parameters)                                                           \
-    static __device__ __forceinline__ void name##_body(const Parameters &parameters);              \
-    extern "C" __global__ void __launch_bounds__(UCCL_EP_MAX_THREADS, 1)                           \
-        name(const __grid_constant__ Parameters parameters) {                                      \
-        ::uccl_ep::device::detail::begin_block();                                                  \
-        name##_body(parameters);                                                                   \
-        ::uccl_ep::device::detail::drain();                                                        \
-    }                                                                                              \
+#define UCCL_EP_KERNEL(name, Parameters)                                              \
+    static __device__ __forceinline__ void name##_body(const Parameters &parameters); \
+    extern "C" __global__ void __launch_bounds__(UCCL_EP_MAX_THREADS, 1)              \
+        name(const __grid_constant__ Parameters parameters) {                         \
+        ::uccl_ep::device::detail::begin_block();                                     \
+        name##_body(parameters);                                                      \
+        ::uccl_ep::device::detail::drain();                                           \
+    }                                                                                 \
     static __device__ __forceinline__ void name##_body(const Parameters &parameters)
 
 #include "uccl_ep/integers.hpp"

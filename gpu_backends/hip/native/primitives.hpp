@@ -18,13 +18,12 @@
 #define UCCL_EP_DEVICE __attribute__((host)) UCCL_EP_HIP_DEVICE inline __attribute__((always_inline))
 // An entry point. The parameters are read where the launch put them: through a reference to a by-value
 // argument each thread would copy them to its stack first.
-#define UCCL_EP_KERNEL(name, Parameters)                                                           \
-    static UCCL_EP_HIP_DEVICE __attribute__((always_inline)) void name##_body(const Parameters &parameters); \
-    extern "C" __attribute__((global, amdgpu_flat_work_group_size(1, UCCL_EP_MAX_THREADS))) void   \
-        name(Parameters) {                                                                         \
-        const void *arguments = (const void *)__builtin_amdgcn_kernarg_segment_ptr();              \
-        name##_body(*static_cast<const Parameters *>(arguments));                                  \
-    }                                                                                              \
+#define UCCL_EP_KERNEL(name, Parameters)                                                                            \
+    static UCCL_EP_HIP_DEVICE __attribute__((always_inline)) void name##_body(const Parameters &parameters);        \
+    extern "C" __attribute__((global, amdgpu_flat_work_group_size(1, UCCL_EP_MAX_THREADS))) void name(Parameters) { \
+        const void *arguments = (const void *)__builtin_amdgcn_kernarg_segment_ptr();                               \
+        name##_body(*static_cast<const Parameters *>(arguments));                                                   \
+    }                                                                                                               \
     static UCCL_EP_HIP_DEVICE void name##_body(const Parameters &parameters)
 
 #include "uccl_ep/integers.hpp"
@@ -115,8 +114,8 @@ UCCL_EP_DEVICE LaneMask match(uint32_t value) {
 UCCL_EP_DEVICE float reduce_max(float value) {
     for (uint32_t distance = kWarpSize / 2; distance != 0; distance /= 2) {
         const int from = static_cast<int>((lane() ^ distance) * 4);
-        const float other = __builtin_bit_cast(
-            float, __builtin_amdgcn_ds_bpermute(from, __builtin_bit_cast(int, value)));
+        const float other =
+            __builtin_bit_cast(float, __builtin_amdgcn_ds_bpermute(from, __builtin_bit_cast(int, value)));
         value = other > value ? other : value;
     }
     return value;

@@ -42,7 +42,8 @@ UCCL_EP_DEVICE void copy_pieces(uint8_t *destination, const uint8_t *source, uin
 // byte by byte.
 template <class Piece>
 UCCL_EP_DEVICE void copy_aligned(uint8_t *destination, const uint8_t *source, uint64_t bytes) {
-    const uint64_t to_boundary = (sizeof(Piece) - reinterpret_cast<uint64_t>(destination) % sizeof(Piece)) % sizeof(Piece);
+    const uint64_t to_boundary =
+        (sizeof(Piece) - reinterpret_cast<uint64_t>(destination) % sizeof(Piece)) % sizeof(Piece);
     const uint64_t head = to_boundary < bytes ? to_boundary : bytes;
     const uint64_t body = (bytes - head) / sizeof(Piece) * sizeof(Piece);
     copy_pieces<uint8_t>(destination, source, head);

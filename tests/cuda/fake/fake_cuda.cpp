@@ -22,12 +22,12 @@ constexpr int kNoContext = 201;
 
 }  // namespace
 
-#define ENTER(name)                                           \
-    Runtime &runtime = Runtime::get();                        \
-    const std::lock_guard<std::mutex> guard(runtime.mutex);   \
+#define ENTER(name)                                         \
+    Runtime &runtime = Runtime::get();                      \
+    const std::lock_guard<std::mutex> guard(runtime.mutex); \
     if (const int status = runtime.enter(#name); status != fake::kOk) return status
-#define ENTER_CONTEXT(name)                                   \
-    ENTER(name);                                              \
+#define ENTER_CONTEXT(name) \
+    ENTER(name);            \
     if (current_context() == nullptr) return kNoContext
 
 FAKE_EXPORT int cuInit(unsigned flags) {
@@ -36,7 +36,9 @@ FAKE_EXPORT int cuInit(unsigned flags) {
 }
 FAKE_EXPORT int cuDriverGetVersion(int *version) { return *version = 13000, fake::kOk; }
 FAKE_EXPORT int cuGetErrorName(int status, const char **out) {
-    *out = status == fake::kInvalidValue ? "CUDA_ERROR_INVALID_VALUE" : status == fake::kNotFound ? "CUDA_ERROR_NOT_FOUND" : nullptr;
+    *out = status == fake::kInvalidValue ? "CUDA_ERROR_INVALID_VALUE"
+           : status == fake::kNotFound   ? "CUDA_ERROR_NOT_FOUND"
+                                         : nullptr;
     return *out != nullptr ? fake::kOk : fake::kInvalidValue;
 }
 FAKE_EXPORT int cuGetErrorString(int status, const char **out) {
@@ -47,7 +49,9 @@ FAKE_EXPORT int cuDeviceGetCount(int *count) {
     ENTER(cuDeviceGetCount);
     return *count = runtime.devices, fake::kOk;
 }
-FAKE_EXPORT int cuDeviceGet(int *device, int ordinal) { return *device = ordinal, valid_device(ordinal) ? fake::kOk : 101; }
+FAKE_EXPORT int cuDeviceGet(int *device, int ordinal) {
+    return *device = ordinal, valid_device(ordinal) ? fake::kOk : 101;
+}
 FAKE_EXPORT int cuDeviceGetName(char *out, int length, int device) {
     std::snprintf(out, static_cast<size_t>(length), "Fake H200");
     return valid_device(device) ? fake::kOk : 101;
@@ -61,15 +65,32 @@ FAKE_EXPORT int cuDeviceGetAttribute(int *value, int attribute, int device) {
     Runtime &runtime = Runtime::get();
     if (!valid_device(device)) return 101;
     switch (attribute) {
-        case 1: *value = fake::kMaxThreads; return fake::kOk;
-        case 10: *value = runtime.warp_size; return fake::kOk;
-        case 16: *value = fake::kMultiprocessors; return fake::kOk;
-        case 75: *value = 9; return fake::kOk;
-        case 76: *value = 0; return fake::kOk;
-        case 95: *value = runtime.cooperative; return fake::kOk;
-        case 97: *value = 227 << 10; return fake::kOk;
-        case 124: *value = 1; return fake::kOk;
-        default: return fake::kInvalidValue;
+        case 1:
+            *value = fake::kMaxThreads;
+            return fake::kOk;
+        case 10:
+            *value = runtime.warp_size;
+            return fake::kOk;
+        case 16:
+            *value = fake::kMultiprocessors;
+            return fake::kOk;
+        case 75:
+            *value = 9;
+            return fake::kOk;
+        case 76:
+            *value = 0;
+            return fake::kOk;
+        case 95:
+            *value = runtime.cooperative;
+            return fake::kOk;
+        case 97:
+            *value = 227 << 10;
+            return fake::kOk;
+        case 124:
+            *value = 1;
+            return fake::kOk;
+        default:
+            return fake::kInvalidValue;
     }
 }
 FAKE_EXPORT int cuDeviceGetPCIBusId(char *out, int length, int device) {
@@ -152,8 +173,9 @@ FAKE_EXPORT int cuMemHostGetDevicePointer_v2(uint64_t *out, void *pointer, unsig
 }
 FAKE_EXPORT int cuPointerSetAttribute(const void *value, int attribute, uint64_t pointer) {
     ENTER_CONTEXT(cuPointerSetAttribute);
-    return attribute == 6 && *static_cast<const unsigned *>(value) == 1 && runtime.reaches(pointer, 1) ? fake::kOk
-                                                                                                       : fake::kInvalidValue;
+    return attribute == 6 && *static_cast<const unsigned *>(value) == 1 && runtime.reaches(pointer, 1)
+               ? fake::kOk
+               : fake::kInvalidValue;
 }
 FAKE_EXPORT int cuIpcGetMemHandle(IpcHandle *out, uint64_t pointer) {
     ENTER_CONTEXT(cuIpcGetMemHandle);
@@ -167,10 +189,12 @@ FAKE_EXPORT int cuIpcCloseMemHandle(uint64_t pointer) {
     ENTER_CONTEXT(cuIpcCloseMemHandle);
     return runtime.release(pointer, true);
 }
-FAKE_EXPORT int cuMemGetHandleForAddressRange(void *out, uint64_t pointer, size_t bytes, int type, unsigned long long flags) {
+FAKE_EXPORT int cuMemGetHandleForAddressRange(void *out, uint64_t pointer, size_t bytes, int type,
+                                              unsigned long long flags) {
     ENTER_CONTEXT(cuMemGetHandleForAddressRange);
     const auto found = runtime.allocations.find(pointer);
-    if (type != 1 || flags != 0 || bytes % fake::kPage != 0 || found == runtime.allocations.end()) return fake::kInvalidValue;
+    if (type != 1 || flags != 0 || bytes % fake::kPage != 0 || found == runtime.allocations.end())
+        return fake::kInvalidValue;
     *static_cast<int *>(out) = dup(found->second.fd);
     return fake::kOk;
 }
@@ -263,14 +287,14 @@ int launch(const char *call, void *function, const uint32_t *grid, const uint32_
 }
 }  // namespace
 
-FAKE_EXPORT int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                               unsigned shared, void *stream, void **parameters, void **extra) {
+FAKE_EXPORT int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                               unsigned bz, unsigned shared, void *stream, void **parameters, void **extra) {
     const uint32_t grid[] = {gx, gy, gz}, block[] = {bx, by, bz};
     if (extra != nullptr) return fake::kInvalidValue;
     return launch("cuLaunchKernel", function, grid, block, shared, stream, parameters, false);
 }
-FAKE_EXPORT int cuLaunchCooperativeKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
-                                          unsigned bz, unsigned shared, void *stream, void **parameters) {
+FAKE_EXPORT int cuLaunchCooperativeKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
+                                          unsigned by, unsigned bz, unsigned shared, void *stream, void **parameters) {
     const uint32_t grid[] = {gx, gy, gz}, block[] = {bx, by, bz};
     return launch("cuLaunchCooperativeKernel", function, grid, block, shared, stream, parameters, true);
 }

@@ -24,7 +24,8 @@ static std::string mode() {
 extern "C" __attribute__((visibility("default"))) const char *JOIN(PREFIX, GetErrorString)(int status) {
     return status == 6 ? "compilation failed" : "another failure";
 }
-FUNCTION(CreateProgram)(Program **out, const char *source, const char *, int count, const char *const *, const char *const *names) {
+FUNCTION(CreateProgram)(Program **out, const char *source, const char *, int count, const char *const *,
+                        const char *const *names) {
     *out = new Program{source, "", ""};
     for (int i = 0; i < count; ++i) (*out)->log += std::string("header ") + names[i] + "\n";
     return 0;

@@ -19,8 +19,19 @@
 
 namespace fake {
 
-enum Status { kOk = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidHandle = 400, kNotFound = 500, kNotReady = 600,
-              kAlreadyRegistered = 712, kNotRegistered = 713, kTooLarge = 720, kNotSupported = 801, kCapturing = 900 };
+enum Status {
+    kOk = 0,
+    kInvalidValue = 1,
+    kOutOfMemory = 2,
+    kInvalidHandle = 400,
+    kNotFound = 500,
+    kNotReady = 600,
+    kAlreadyRegistered = 712,
+    kNotRegistered = 713,
+    kTooLarge = 720,
+    kNotSupported = 801,
+    kCapturing = 900
+};
 
 // What tests give for a kernel: called with the bytes the launch passed.
 using Launcher = int (*)(const char *kernel, const void *parameters, uint32_t blocks, uint32_t threads, uint32_t shared,
@@ -126,8 +137,8 @@ class Runtime {
     int export_memory(uint64_t pointer, void *out) {
         const auto found = allocations.find(pointer);
         if (found == allocations.end() || found->second.fd < 0) return kInvalidValue;
-        Handle handle{"fake ipc handle", getpid(), found->second.fd, found->second.device, found->second.kind,
-                      found->second.bytes};
+        Handle handle{"fake ipc handle",    getpid(),           found->second.fd,
+                      found->second.device, found->second.kind, found->second.bytes};
         std::memset(out, 0, 64);
         std::memcpy(out, &handle, sizeof(handle));
         return kOk;
@@ -214,12 +225,14 @@ class Runtime {
             block[1] != 1 || block[2] != 1) {
             return kInvalidValue;
         }
-        if (block[0] == 0 || block[0] > kMaxThreads || block[0] % warp_size != 0 || shared > max_shared) return kInvalidValue;
+        if (block[0] == 0 || block[0] > kMaxThreads || block[0] % warp_size != 0 || shared > max_shared)
+            return kInvalidValue;
         if (together && !cooperative) return kNotSupported;
         if (together && grid[0] > kMultiprocessors) return kTooLarge;
         ++launches;
         if (launcher == nullptr) return kOk;
-        return launcher(reinterpret_cast<std::string *>(function)->c_str(), parameters[0], grid[0], block[0], shared, together);
+        return launcher(reinterpret_cast<std::string *>(function)->c_str(), parameters[0], grid[0], block[0], shared,
+                        together);
     }
 
     int query(bool known) {
@@ -246,7 +259,8 @@ class Runtime {
 // ---- for the tests ----
 #define FAKE_EXPORT extern "C" __attribute__((visibility("default")))
 
-FAKE_EXPORT void fake_configure(int devices, int peer_access, int cooperative, int warp_size, const char *architecture) {
+FAKE_EXPORT void fake_configure(int devices, int peer_access, int cooperative, int warp_size,
+                                const char *architecture) {
     auto &runtime = fake::Runtime::get();
     runtime.devices = devices;
     runtime.peer_access = peer_access != 0;

@@ -13,18 +13,30 @@ struct IpcHandle {
 
 const char *name_of(int status) {
     switch (status) {
-        case fake::kOk: return "hipSuccess";
-        case fake::kInvalidValue: return "hipErrorInvalidValue";
-        case fake::kOutOfMemory: return "hipErrorOutOfMemory";
-        case fake::kInvalidHandle: return "hipErrorInvalidHandle";
-        case fake::kNotFound: return "hipErrorNotFound";
-        case fake::kNotReady: return "hipErrorNotReady";
-        case fake::kAlreadyRegistered: return "hipErrorHostMemoryAlreadyRegistered";
-        case fake::kNotRegistered: return "hipErrorHostMemoryNotRegistered";
-        case fake::kTooLarge: return "hipErrorCooperativeLaunchTooLarge";
-        case fake::kNotSupported: return "hipErrorNotSupported";
-        case fake::kCapturing: return "hipErrorStreamCaptureUnsupported";
-        default: return nullptr;
+        case fake::kOk:
+            return "hipSuccess";
+        case fake::kInvalidValue:
+            return "hipErrorInvalidValue";
+        case fake::kOutOfMemory:
+            return "hipErrorOutOfMemory";
+        case fake::kInvalidHandle:
+            return "hipErrorInvalidHandle";
+        case fake::kNotFound:
+            return "hipErrorNotFound";
+        case fake::kNotReady:
+            return "hipErrorNotReady";
+        case fake::kAlreadyRegistered:
+            return "hipErrorHostMemoryAlreadyRegistered";
+        case fake::kNotRegistered:
+            return "hipErrorHostMemoryNotRegistered";
+        case fake::kTooLarge:
+            return "hipErrorCooperativeLaunchTooLarge";
+        case fake::kNotSupported:
+            return "hipErrorNotSupported";
+        case fake::kCapturing:
+            return "hipErrorStreamCaptureUnsupported";
+        default:
+            return nullptr;
     }
 }
 
@@ -34,9 +46,9 @@ bool known_stream(const void *stream) { return stream == nullptr || Runtime::get
 
 }  // namespace
 
-#define ENTER(name)                                           \
-    Runtime &runtime = Runtime::get();                        \
-    const std::lock_guard<std::mutex> guard(runtime.mutex);   \
+#define ENTER(name)                                         \
+    Runtime &runtime = Runtime::get();                      \
+    const std::lock_guard<std::mutex> guard(runtime.mutex); \
     if (const int status = runtime.enter(#name); status != fake::kOk) return status
 
 FAKE_EXPORT int hipInit(unsigned flags) { return flags == 0 ? fake::kOk : fake::kInvalidValue; }
@@ -78,12 +90,23 @@ FAKE_EXPORT int hipDeviceGetAttribute(int *value, int attribute, int device) {
     Runtime &runtime = Runtime::get();
     if (!valid_device(device)) return 101;
     switch (attribute) {
-        case 10: *value = runtime.cooperative; return fake::kOk;
-        case 56: *value = fake::kMaxThreads; return fake::kOk;
-        case 63: *value = fake::kMultiprocessors; return fake::kOk;
-        case 74: *value = static_cast<int>(runtime.max_shared); return fake::kOk;
-        case 87: *value = runtime.warp_size; return fake::kOk;
-        default: return fake::kInvalidValue;
+        case 10:
+            *value = runtime.cooperative;
+            return fake::kOk;
+        case 56:
+            *value = fake::kMaxThreads;
+            return fake::kOk;
+        case 63:
+            *value = fake::kMultiprocessors;
+            return fake::kOk;
+        case 74:
+            *value = static_cast<int>(runtime.max_shared);
+            return fake::kOk;
+        case 87:
+            *value = runtime.warp_size;
+            return fake::kOk;
+        default:
+            return fake::kInvalidValue;
     }
 }
 FAKE_EXPORT int hipDeviceGetPCIBusId(char *out, int length, int device) {
@@ -96,7 +119,9 @@ FAKE_EXPORT int hipDeviceCanAccessPeer(int *able, int device, int peer) {
     *able = device != peer && Runtime::get().peer_access;
     return fake::kOk;
 }
-FAKE_EXPORT int hipDeviceGetStreamPriorityRange(int *least, int *greatest) { return *least = 1, *greatest = -1, fake::kOk; }
+FAKE_EXPORT int hipDeviceGetStreamPriorityRange(int *least, int *greatest) {
+    return *least = 1, *greatest = -1, fake::kOk;
+}
 
 FAKE_EXPORT int hipMalloc(void **out, size_t bytes) {
     ENTER(hipMalloc);
@@ -219,7 +244,8 @@ FAKE_EXPORT int hipModuleGetFunction(void **out, void *module, const char *name)
     ENTER(hipModuleGetFunction);
     return runtime.find_function(number(module), name, std::string(name) + ".kd", reinterpret_cast<uint64_t *>(out));
 }
-FAKE_EXPORT int hipModuleOccupancyMaxActiveBlocksPerMultiprocessor(int *out, void *function, int threads, size_t shared) {
+FAKE_EXPORT int hipModuleOccupancyMaxActiveBlocksPerMultiprocessor(int *out, void *function, int threads,
+                                                                   size_t shared) {
     ENTER(hipModuleOccupancyMaxActiveBlocksPerMultiprocessor);
     if (runtime.functions.count(number(function)) == 0) return fake::kInvalidHandle;
     *out = shared <= runtime.max_shared && threads <= static_cast<int>(fake::kMaxThreads) ? 1 : 0;
