@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 from .case import Case, Limits, Outcome
-from .native import packing_case, ring_case
+from .native import PACKING_MUTANTS, packing_case, ring_case
 from .spin import spin_case
 
 COUNTED = "M=4 W=2 S=2 K=2"
@@ -168,6 +168,7 @@ def all_cases() -> list[Case]:
     return [
         *ring_cases(),
         packing_case(),
+        *(packing_case(mutation) for mutation in PACKING_MUTANTS),
         *lemma_cases(),
         *counted_cases(),
         *fenced_cases(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import threading
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def build(source: Path, target: Path, flags: list[str]) -> str:
     with _build_lock:
         if target.exists():
             return ""
-        command = ["g++", "-O2", f"-I{INCLUDE}", *flags, source, "-o", target]
+        command = ["g++", "-O2", *flags, f"-I{INCLUDE}", source, "-o", target]
         done = run(command, target.parent, COMPILE_TIME_S, 8192)
         return "" if done.code == 0 else f"g++: {done.output.strip()[-300:]}"
 
@@ -47,12 +48,30 @@ def ring_case(
     return Case("ring", variant, expect, ("relacy", "g++"), check, full)
 
 
-def packing_case() -> Case:
+# Header, line of it, and what the mutant has instead.
+PACKING_MUTANTS = {
+    "value of 63 bits": ("command.hpp", "(command.value >> kValueLowBits) << (", "(command.value & 0) << ("),
+    "phase in one word": ("command.hpp", "packed.word[3] = phase | ", "packed.word[3] = "),
+    "index overlaps epoch": ("immediate.hpp", "{imm.index} << (1 + kEpochBits)", "{imm.index} << kEpochBits"),
+    "widths not refused": ("immediate.hpp", "usable < taken + kMinIndexBits", "usable < kMinIndexBits"),
+}
+
+
+def packing_case(mutation: str = "") -> Case:
     """Commands and immediates through the shipped code, at every limit of every field."""
 
     def check(scratch: Path, shared: Path, limits: Limits) -> Outcome:
-        binary = shared / "packing_check"
-        error = build(HERE / "arithmetic" / "packing_check.cpp", binary, ["-std=c++20"])
+        include = scratch / "include"
+        shutil.copytree(INCLUDE, include)
+        if mutation:
+            header, line, instead = PACKING_MUTANTS[mutation]
+            path = include / "uccl_ep" / header
+            text = path.read_text(encoding="utf-8")
+            if text.count(line) != 1:
+                return Outcome("unknown", 0, f"{header} no longer has the line {line!r} once")
+            path.write_text(text.replace(line, instead), encoding="utf-8")
+        binary = scratch / "packing_check"
+        error = build(HERE / "arithmetic" / "packing_check.cpp", binary, ["-std=c++20", f"-I{include}"])
         if error:
             return Outcome("unknown", 0, error)
         done = run([binary], scratch, limits.time_s, limits.memory_mb)
@@ -61,4 +80,4 @@ def packing_case() -> Case:
             return Outcome("pass", int(count.group(1)), "")
         return Outcome("fail", 0, done.output.strip()[-300:])
 
-    return Case("packing", "shipped code at all limits", "pass", ("g++",), check)
+    return Case("packing", mutation or "shipped code at all limits", "fail" if mutation else "pass", ("g++",), check)
