@@ -43,7 +43,9 @@ def kernels_directory() -> Path:
 class Table:
     """One table of a TOML file, which knows the line of each of its values."""
 
-    def __init__(self, content: dict[str, Any], path: tuple[str, ...], file: str, lines: list[str]) -> None:
+    def __init__(
+        self, content: dict[str, Any], path: tuple[str, ...], file: str, lines: dict[tuple[str, ...], int]
+    ) -> None:
         self._content, self._path, self._file, self._lines = content, path, file, lines
         self.origin = self._origin(path)
 
@@ -65,7 +67,7 @@ class Table:
             yield name, value, self._origin((*self._path, name))
 
     def _origin(self, path: tuple[str, ...]) -> str:
-        line = _line_of(self._lines, path)
+        line = self._lines.get(path)
         return f"{self._file}, line {line}" if line else f"{self._file}, {'.'.join(path)}"
 
 
@@ -82,23 +84,21 @@ def read_toml(path: str | Path, origin: str, label: str = "") -> Table:
     file = Path(path).expanduser()
     try:
         text = file.read_text(encoding="utf-8")
-        return Table(tomllib.loads(text), (), label or f"file {file}", text.splitlines())
+        return Table(tomllib.loads(text), (), label or f"file {file}", _line_numbers(text))
     except OSError as error:
         raise ConfigurationError(f"configuration file {file} ({origin}) cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"configuration file {file} ({origin}) is not valid TOML: {error}") from error
 
 
-def _line_of(lines: list[str], path: tuple[str, ...]) -> int:
-    """The line, counted from 1, that sets ``path``; 0 where a simple search does not find it."""
+def _line_numbers(text: str) -> dict[tuple[str, ...], int]:
+    """The line, counted from 1, that sets each table and value; what a simple search does not find is left out."""
+    found: dict[tuple[str, ...], int] = {}
     table: tuple[str, ...] = ()
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.splitlines(), 1):
         if header := re.match(r"\s*\[\s*([^\[\]]+?)\s*\]", line):
             table = tuple(part.strip(" \"'") for part in header[1].split("."))
-            if table == path:
-                return number
+            found.setdefault(table, number)
         elif key := re.match(r"\s*([A-Za-z0-9_.\"' -]+?)\s*=", line):
-            name = (*table, *(part.strip(" \"'") for part in key[1].split(".")))
-            if name == path:
-                return number
-    return 0
+            found.setdefault((*table, *(part.strip(" \"'") for part in key[1].split("."))), number)
+    return found
