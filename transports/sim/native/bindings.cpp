@@ -92,5 +92,6 @@ PYBIND11_MODULE(_native, module) {
              py::arg("with_peer_state"))
         .def_property_readonly("ops",
                                [](const Simulator &self) { return reinterpret_cast<uint64_t>(self.ops()); })
-        .def_property_readonly("statistics", &statistics_of);
+        .def_property_readonly("statistics", &statistics_of)
+        .def("drain", &Simulator::drain, py::arg("limit_us"), py::call_guard<py::gil_scoped_release>());
 }

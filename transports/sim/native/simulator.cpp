@@ -1,6 +1,7 @@
 #include "simulator.hpp"
 
 #include <cerrno>
+#include <chrono>
 
 namespace uccl_ep::sim {
 namespace {
@@ -62,6 +63,18 @@ Simulator::Simulator(const uccl_ep_transport_ops *inner, const Faults &faults, u
 }
 
 Simulator::~Simulator() = default;
+
+bool Simulator::drain(uint64_t limit_us) {
+    using Clock = std::chrono::steady_clock;
+    const auto end = Clock::now() + std::chrono::microseconds(limit_us);
+    uccl_ep_completion nobody[64];
+    for (const auto &lane : lanes_) {
+        while (!lane->empty()) {
+            if (lane->poll_completions(nobody, 64) < 0 || Clock::now() > end) return false;
+        }
+    }
+    return true;
+}
 
 void Simulator::count_towards(uint32_t peer) {
     if (int64_t{peer} != faults_.kill_peer) return;

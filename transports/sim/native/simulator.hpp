@@ -47,6 +47,10 @@ public:
     const uccl_ep_transport_ops *ops() const { return &ops_; }
     const Statistics &statistics() const { return statistics_; }
 
+    // Lets what is under way land, as a NIC that disconnects does; the proxies have stopped. Gives up
+    // after `limit_us` microseconds and returns whether all has landed.
+    bool drain(uint64_t limit_us);
+
 private:
     friend class Lane;
     bool is_dead(uint32_t peer) const { return dead_[peer].load(std::memory_order_acquire); }
@@ -99,6 +103,7 @@ public:
     int64_t poll_completions(uccl_ep_completion *out, uint64_t capacity);
     int64_t poll_arrivals(uccl_ep_arrival *out, uint64_t capacity);
     const char *last_error();
+    bool empty() const { return flights_.size() == free_flights_.size(); }
 
 private:
     struct Waiting {

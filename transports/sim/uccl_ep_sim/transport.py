@@ -14,6 +14,8 @@ from uccl_ep_core.transport import Device, Memory, Option, Transport
 from . import _native
 from .profiles import CHOICES, MAX_BOUNCE_BYTES, OVERRIDES, PROFILES, UNSET, Profile
 
+DRAIN_US = 500_000  # microseconds that close() gives to what is still under way
+
 
 def _override_option(name: str) -> Option:
     if name in CHOICES:
@@ -168,6 +170,8 @@ class SimTransport(Transport):
         if self._closed:
             return
         self._closed = True
+        if self._simulator is not None:
+            self._simulator.drain(DRAIN_US)
         self._simulator = None
         self._inner.close()
         if self._bounce is not None:

@@ -93,7 +93,9 @@ typedef struct uccl_ep_transport_ops {
     int64_t (*post_signals)(void *context, uint32_t lane, const uccl_ep_signal *signals, uint64_t count);
 
     /* Fill up to `capacity` entries, return how many; never blocks. Every accepted write and signal
-     * yields exactly one completion. Negative errno: the lane is broken, see last_error. */
+     * yields exactly one completion. Negative errno: the lane is broken, see last_error.
+     * Called again and again for every lane, also with nothing posted, so that a transport without
+     * threads of its own can make progress here, as sender and as receiver. */
     int64_t (*poll_completions)(void *context, uint32_t lane, uccl_ep_completion *out, uint64_t capacity);
 
     /* Likewise for arrived immediates. NULL where `imm_bits` is 0. */
