@@ -109,7 +109,7 @@ class PythonTransport(Transport):
             TransportError: they lie outside the region, which a peer's message must never reach.
         """
         regions = self._regions
-        if not (0 <= region < len(regions) and 0 <= offset and 0 <= nbytes <= regions[region].nbytes - offset):
+        if not (0 <= region < len(regions) and offset >= 0 and 0 <= nbytes <= regions[region].nbytes - offset):
             raise TransportError(f"{nbytes} bytes at {offset} lie outside region {region} of {len(regions)}")
         array = (ctypes.c_char * nbytes).from_address(regions[region].pointer + offset)
         return memoryview(array).cast("B")

@@ -10,11 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+
 from uccl_ep_core import _native, shared_memory
 from uccl_ep_shm import ShmTransport
 
 sys.path.insert(0, str(Path(__file__).parent))
-import engine_ranks as ranks  # noqa: E402
+import engine_ranks as ranks
 
 
 def start(target, arguments):
@@ -162,7 +163,9 @@ def test_in_flight_caps_hold_and_let_large_writes_through(pair):
     sender, receiver = pair
     name = sender.layout.signal_index(_native.SignalKind.DIRECT_DATA, 0, 0)
     for value in range(1, 201):
-        sender.push(0, peer=1, local_offset=0, remote_offset=0, bytes=600 if value % 7 else 4000, signal=name, value=value)
+        sender.push(
+            0, peer=1, local_offset=0, remote_offset=0, bytes=600 if value % 7 else 4000, signal=name, value=value
+        )
     receiver.wait_signal(name, 200)
     sender.wait_completed(0, 200)
 

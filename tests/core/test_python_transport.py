@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from uccl_ep_core import _native
 from uccl_ep_core.capabilities import Capabilities
 from uccl_ep_core.errors import TransportError
 from uccl_ep_core.python_transport import PythonTransport, Signal, Write
 
 sys.path.insert(0, str(Path(__file__).parent))
-import engine_ranks as ranks  # noqa: E402
+import engine_ranks as ranks
 
 
 class Loopback(PythonTransport):

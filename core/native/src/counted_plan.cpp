@@ -41,7 +41,9 @@ public:
             state.credited = std::max(state.credited, StdAtomics::load_acquire_system(shared_.word(
                                                           shared_.layout.notice_offset(peer) + credit_field())));
         }
-        return state.sent - state.credited + needed <= window_ || state.sent == state.credited;
+        // A peer that closed gives no more credit, and its queue matters no more.
+        return state.sent - state.credited + needed <= window_ || state.sent == state.credited ||
+               shared_.verdicts->peer_closed(peer);
     }
 
     void write(const uccl_ep_write &write, const Op &op) override {

@@ -65,6 +65,12 @@ void prepare(EngineShared &shared) {
                 "remote peer " + std::to_string(peer) + " is this rank or no rank");
         shared.is_remote[peer] = 1;
     }
+    const uint32_t per_kind = static_cast<uint32_t>(shared.layout.signals_per_kind());
+    const uint32_t channels = shared.layout.num_channels;
+    shared.signal_names.resize(shared.layout.num_signals());
+    for (uint32_t signal = 0; signal < shared.layout.num_signals(); ++signal) {
+        shared.signal_names[signal] = {signal % per_kind / channels, signal / per_kind * channels + signal % channels};
+    }
     shared.sender_signals =
         std::vector<SenderSignal>(uint64_t{shared.layout.num_ranks} * shared.layout.outbox_entries());
     shared.inflight_peer = std::vector<std::atomic<uint64_t>>(shared.layout.num_ranks);

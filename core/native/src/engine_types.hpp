@@ -70,6 +70,12 @@ struct EngineShared {
     std::shared_ptr<Channel> channel;
     uint32_t num_proxies = 1;
 
+    // Of every signal index, looked up where dividing would cost more than all other checks together.
+    struct SignalName {
+        uint32_t writer;  // rank
+        uint32_t entry;   // of the outbox
+    };
+    std::vector<SignalName> signal_names;
     std::vector<SenderSignal> sender_signals;             // [rank][outbox entry]
     std::vector<std::atomic<uint64_t>> inflight_peer;     // bytes, all proxies; empty without a cap
     std::atomic<uint64_t> inflight_nic{0};
@@ -79,13 +85,8 @@ struct EngineShared {
     alignas(64) std::atomic<uint32_t> wake{0};  // futex word of idle proxies
 
     uint64_t *word(uint64_t control_offset) const { return reinterpret_cast<uint64_t *>(control + control_offset); }
-    uint32_t signal_entry(uint32_t signal) const {
-        const uint32_t per_kind = static_cast<uint32_t>(layout.signals_per_kind());
-        return signal / per_kind * layout.num_channels + signal % layout.num_channels;
-    }
-    uint32_t signal_writer(uint32_t signal) const {
-        return signal % static_cast<uint32_t>(layout.signals_per_kind()) / layout.num_channels;
-    }
+    uint32_t signal_entry(uint32_t signal) const { return signal_names[signal].entry; }
+    uint32_t signal_writer(uint32_t signal) const { return signal_names[signal].writer; }
     uint32_t key(uint32_t peer, uint32_t signal) const {
         return peer * layout.outbox_entries() + signal_entry(signal);
     }

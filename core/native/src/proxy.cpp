@@ -167,6 +167,7 @@ bool Proxy::stage(RingReader &ring) {
         if (!ring.peek(&ring.current) || !check(ring.current)) {
             return false;
         }
+        ring.key = shared_->key(ring.current.peer, ring.current.signal);
         ring.begun = true;
         ring.done = 0;
         ring.begin();
@@ -180,7 +181,7 @@ bool Proxy::stage(RingReader &ring) {
     const uint64_t piece = std::min(command.bytes - ring.done, max_write_);
     const bool ends_command = ring.done + piece == command.bytes;
     const bool last = ends_command && command.operation == Operation::kWriteSignal;
-    const uint32_t key = shared_->key(command.peer, command.signal);
+    const uint32_t key = ring.key;
     const bool same_message = have_open_ && !open_op_.last && open_op_.key == key && open_op_.value == command.value;
 
     if (same_message && piece == 0) {
@@ -254,9 +255,8 @@ uint64_t Proxy::drain(RingReader &ring) {
 }
 
 uint64_t Proxy::poll_completions() {
-    if (outbound_.posted() == 0) {
-        return 0;
-    }
+    // Also with nothing posted: a transport may need the call to place what peers write here, or what
+    // it has completed but not yet placed there (see transport.h).
     const int64_t count = shared_->ops->poll_completions(shared_->ops->context, lane_, completions_.data(),
                                                          completions_.size());
     if (count < 0) {

@@ -72,6 +72,7 @@ public:
     const uint32_t index;
     bool begun = false;     // the command at ticket() was checked and partly staged
     Command current{};
+    uint32_t key = 0;       // of its peer and signal
     uint64_t done = 0;      // its bytes that are staged
 
 private:
