@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Before torch is imported anywhere: rank processes share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from ranks import RankPool  # noqa: E402
+from ranks import RankPool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -95,7 +95,7 @@ def huge(ctx: Context, rows: int) -> None:
 
 def split_batch(ctx: Context) -> None:
     """A batch in two halves, of which some are empty, both in flight at once."""
-    buffer, rank, n = ctx.buffer(), ctx.rank, ctx.num_ranks
+    buffer, n = ctx.buffer(), ctx.num_ranks
     tokens = [[0 if r % 2 else 11 for r in range(n)], [5 if r % 2 else 0 for r in range(n)]]
     flights = [start(buffer, ctx, t, seed=s) for s, t in enumerate(tokens)]
     for s, t in enumerate(tokens):

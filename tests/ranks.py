@@ -21,7 +21,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import connection
@@ -207,10 +207,8 @@ class RankPool:
     def stop(self) -> None:
         """Asks the ranks to end, and after 10 s ends them."""
         for pipe in self._pipes:
-            try:
+            with suppress(OSError):
                 pipe.send(None)
-            except OSError:
-                pass
         limit = time.monotonic() + 10
         for process in self._processes:
             process.join(max(0.0, limit - time.monotonic()))
@@ -293,10 +291,8 @@ class RankPool:
 
     def _send_all(self, ranks: range, messages: list[Any]) -> None:
         for rank, message in zip(ranks, messages, strict=True):
-            try:
+            with suppress(OSError):  # its death is reported by _collect
                 self._pipes[rank].send(message)
-            except OSError:
-                pass  # its death is reported by _collect
 
     def _collect(
         self, ranks: range, timeout_s: float, may_die: tuple[int, ...] = ()

@@ -148,7 +148,9 @@ FRAMEWORK_CALLS: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("framework", "method", "positional", "keywords"), FRAMEWORK_CALLS)
-def test_fault_08_signatures(framework: str, method: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+def test_fault_08_signatures(
+    framework: str, method: str, positional: tuple[Any, ...], keywords: dict[str, Any]
+) -> None:
     """What frameworks pass binds to honest signatures."""
     import uccl_ep
 

@@ -7,6 +7,7 @@ last bit, as ``uccl_ep.Buffer``. It works on CPU tensors in any process group th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from uccl_ep import reference
+
+_BLOCK = 128  # tokens reduced at a time
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,39 @@ class _LowLatencyHandle:
 
 
 class GlooExpertParallel:
-    """Dispatch and combine over ``group``, in both modes."""
+    """Dispatch and combine over ``group``, in both modes.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    Args:
+        group: any process group with ``all_to_all_single`` on CPU tensors.
+        reuse_outputs: large outputs stay valid only until the next call of the same kind; spares the page faults of
+            fresh memory, which cost more than copying into it. Temporaries are always reused.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, reuse_outputs: bool = False) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
-        self._ll_out: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
+        self.reuse_outputs = reuse_outputs
+        self._memory: dict[str, Tensor] = {}
+
+    def _scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor in memory that is kept under ``name`` and grows as needed; its values are undefined."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if name not in self._memory or self._memory[name].numel() < nbytes:
+            self._memory[name] = torch.empty(nbytes, dtype=torch.uint8)
+        return self._memory[name][:nbytes].view(dtype).view(shape)
+
+    def _output(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self._scratch(name, shape, dtype) if self.reuse_outputs else torch.empty(shape, dtype=dtype)
+
+    def _take(self, name: str, t: Tensor, rows: Tensor) -> Tensor:
+        """Rows of ``t``, packed in memory kept under ``name``."""
+        out = self._scratch(name, (rows.numel(), t.shape[1]), t.dtype)
+        if t.dtype == torch.float8_e4m3fn:  # index_select does not know it: bytes
+            torch.index_select(t.view(torch.uint8), 0, rows, out=out.view(torch.uint8))
+        else:
+            torch.index_select(t, 0, rows, out=out)
+        return out
 
     def _exchange(self, send: Tensor, send_counts: list[int], recv: Tensor, recv_counts: list[int]) -> None:
         """Rows of ``send`` to their ranks; both tensors contiguous."""
@@ -84,8 +113,8 @@ class GlooExpertParallel:
         recv_meta = torch.empty(num_recv, words, dtype=torch.int64)
         self._exchange(meta, send_counts, recv_meta, recv_counts)
 
-        recv_x = torch.empty(num_recv, x.shape[1], dtype=x.dtype)
-        self._exchange(_take(x, tokens), send_counts, recv_x, recv_counts)
+        recv_x = self._output("recv_x", (num_recv, x.shape[1]), x.dtype)
+        self._exchange(self._take("send", x, tokens), send_counts, recv_x, recv_counts)
         idx = recv_meta[:, :topk]
         weights = None
         if topk_weights is not None:
@@ -97,23 +126,32 @@ class GlooExpertParallel:
 
     def combine(self, x: Tensor, handle: _Handle) -> Tensor:
         """The unweighted sum over ranks, in rank order, of the rows that went out."""
-        home = torch.empty(handle.sent_tokens.numel(), x.shape[1], dtype=x.dtype)
-        self._exchange(x.contiguous(), handle.recv_counts, home, handle.sent_counts)
-        acc = torch.zeros(handle.num_tokens, x.shape[1], dtype=reference.accumulator_dtype(x.dtype))
-        # A token comes home at most once per rank, so within one rank's segment the order does not matter.
+        rows, hidden = handle.sent_tokens.numel(), x.shape[1]
+        home = self._scratch("home", (rows + 1, hidden), x.dtype)
+        home[rows] = 0  # what a token adds for ranks that it did not go to
+        self._exchange(x.contiguous(), handle.recv_counts, home[:rows], handle.sent_counts)
+        # A token comes home at most once per rank: its row in each rank's segment, or the row of zeros.
+        place = torch.full((self.num_ranks, handle.num_tokens), rows, dtype=torch.int64)
         start = 0
-        for count in handle.sent_counts:
-            rows = slice(start, start + count)
-            acc.index_add_(0, handle.sent_tokens[rows], home[rows].to(acc.dtype))
+        for rank, count in enumerate(handle.sent_counts):
+            place[rank, handle.sent_tokens[start : start + count]] = torch.arange(start, start + count)
             start += count
-        return acc.to(x.dtype)
+        out = self._output("combined", (handle.num_tokens, hidden), x.dtype)
+        wide = reference.accumulator_dtype(x.dtype)
+        for block in range(0, handle.num_tokens, _BLOCK):  # temporaries stay in the cache
+            part = slice(block, block + _BLOCK)
+            acc = torch.index_select(home, 0, place[0, part]).to(wide)
+            for rank in range(1, self.num_ranks):
+                acc += torch.index_select(home, 0, place[rank, part])
+            out[part] = acc
+        return out
 
     # ---- low latency ----
 
     def low_latency_dispatch(
         self, x: Tensor, topk_idx: Tensor, num_max_tokens: int, num_experts: int, use_fp8: bool = False
     ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, _LowLatencyHandle]:
-        """``(recv or (recv, scales), count, handle)``; recv [L, R * M, H] is overwritten by the next call."""
+        """``(recv or (recv, scales), count, handle)``; recv is [L, R * M, H]."""
         n, topk, num_local = self.num_ranks, topk_idx.shape[1], num_experts // self.num_ranks
         width = n * num_max_tokens
         in_rank = reference.layout(topk_idx, num_experts, n).is_token_in_rank
@@ -135,8 +173,8 @@ class GlooExpertParallel:
         recv_meta[:, 0, 0] = -1
 
         payload, scales = reference.quantize_fp8(x) if use_fp8 else (x, None)
-        recv_rows = torch.empty(sum(recv_counts), x.shape[1], dtype=payload.dtype)
-        self._exchange(_take(payload, tokens), send_counts, recv_rows, recv_counts)
+        recv_rows = self._scratch("ll_recv", (sum(recv_counts), x.shape[1]), payload.dtype)
+        self._exchange(self._take("send", payload, tokens), send_counts, recv_rows, recv_counts)
 
         picks = (recv_meta >= 0).nonzero()  # (source, 1 + place, k)
         experts = recv_meta[picks[:, 0], picks[:, 1], picks[:, 2]].long()
@@ -146,13 +184,13 @@ class GlooExpertParallel:
         counts = torch.bincount(experts, minlength=num_local)
         sorted_experts = experts[order]
         position = torch.arange(order.numel()) - (counts.cumsum(0) - counts)[sorted_experts]
-        out = self._out(num_local, width, payload)
+        out = self._output("ll_out", (num_local, width, payload.shape[1]), payload.dtype)
         sorted_rows = rows[order]
         _expand(recv_rows, sorted_rows, counts.tolist(), out)
         result: Tensor | tuple[Tensor, Tensor] = out
         if scales is not None:
             recv_scales = torch.empty(sum(recv_counts), scales.shape[1], dtype=scales.dtype)
-            self._exchange(_take(scales, tokens), send_counts, recv_scales, recv_counts)
+            self._exchange(self._take("scales", scales, tokens), send_counts, recv_scales, recv_counts)
             out_scales = torch.zeros(num_local, scales.shape[1], width).transpose(1, 2)
             out_scales[sorted_experts, position] = recv_scales[sorted_rows]
             result = (out, out_scales)
@@ -166,32 +204,21 @@ class GlooExpertParallel:
         self, y: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: _LowLatencyHandle
     ) -> Tensor:
         """Weighted sum over picks in increasing k, multiplied and added in float32."""
-        hidden = y.shape[2]
-        home = torch.empty(sum(handle.sent_counts), hidden, dtype=y.dtype)
-        rows = torch.index_select(y.view(-1, hidden), 0, handle.expanded)
-        self._exchange(rows, handle.recv_counts, home, handle.sent_counts)
-        acc = torch.zeros(topk_idx.shape[0], hidden, dtype=torch.float32)
-        for k in range(topk_idx.shape[1]):
-            here = handle.home[:, k]
-            if (here >= 0).all():
-                acc += torch.index_select(home, 0, here).float().mul_(topk_weights[:, k, None])
-            else:
-                where = (here >= 0).nonzero().flatten()
-                acc.index_add_(0, where, home[here[where]].float().mul_(topk_weights[where, k, None]))
-        return acc.to(y.dtype)
-
-    def _out(self, num_local: int, width: int, like: Tensor) -> Tensor:
-        key = (num_local, width, like.shape[1], like.dtype)
-        if key not in self._ll_out:
-            self._ll_out[key] = torch.empty(num_local, width, like.shape[1], dtype=like.dtype)
-        return self._ll_out[key]
-
-
-def _take(t: Tensor, rows: Tensor) -> Tensor:
-    """Rows of ``t``; types that index_select does not know are moved as bytes."""
-    if t.dtype == torch.float8_e4m3fn:
-        return torch.index_select(t.view(torch.uint8), 0, rows).view(t.dtype)
-    return torch.index_select(t, 0, rows)
+        hidden, picks = y.shape[2], sum(handle.sent_counts)
+        home = self._scratch("home", (picks + 1, hidden), y.dtype)
+        home[picks] = 0
+        rows = self._take("send", y.view(-1, hidden), handle.expanded)
+        self._exchange(rows, handle.recv_counts, home[:picks], handle.sent_counts)
+        place = torch.where(handle.home >= 0, handle.home, picks)
+        weights = topk_weights.float()
+        out = self._output("ll_combined", (topk_idx.shape[0], hidden), y.dtype)
+        for block in range(0, topk_idx.shape[0], _BLOCK):
+            part = slice(block, block + _BLOCK)
+            acc = torch.zeros(out[part].shape)
+            for k in range(topk_idx.shape[1]):
+                acc += torch.index_select(home, 0, place[part, k]).float().mul_(weights[part, k, None])
+            out[part] = acc
+        return out
 
 
 def _expand(rows: Tensor, sorted_rows: Tensor, counts: list[int], out: Tensor) -> None:

@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ CASES = (
 
 
 def rank_main(rank: int, num_ranks: int, checks: int, rounds: int, report: Callable[[Any], None]) -> dict[str, Any]:
-    """One rank: for each topology and mode, ``checks`` checked passes with other data each, then ``rounds`` timed ones."""
+    """One rank: for each topology and mode ``checks`` checked passes, each of other data, and ``rounds`` timed ones."""
     return {title: run_topology(size, title, num_ranks, checks, rounds, report) for title, size in TOPOLOGIES.items()}
 
 
@@ -59,7 +60,7 @@ def run_topology(
             checked += work.received_bytes
             report(("step", title, case.mode))
         seconds: dict[str, list[float]] = {"uccl_ep": [], "gloo": [], "memcpy": []}
-        calls = {name: lambda d=d, c=c: c(d()[0]) for name, (d, c) in work.systems().items()}
+        calls: dict[str, Callable[[], Any]] = {name: partial(work.both, name) for name in work.systems()}
         calls["memcpy"] = work.memcpy
         for _ in range(rounds):
             for name, call in calls.items():
@@ -143,7 +144,8 @@ def conclude(console: Console, results: list[dict[str, Any]]) -> None:
     for mode, times in results[0]["times"].items():
         console.print(
             f"  {mode}: dispatch + combine [bold]{times['uccl_ep']:.1f} ms[/], gloo {times['gloo']:.1f} ms "
-            f"([bold]{times['gloo'] / times['uccl_ep']:.1f}x[/] faster), memcpy of the same bytes {times['memcpy']:.1f} ms"
+            f"([bold]{times['gloo'] / times['uccl_ep']:.1f}x[/] faster), "
+            f"memcpy of the same bytes {times['memcpy']:.1f} ms"
         )
 
 
@@ -162,7 +164,10 @@ def plot(path: Path, results: dict[str, list[dict[str, Any]]]) -> None:
         values = [gloo, *(r[0]["times"][case.mode]["uccl_ep"] for r in results.values()), memcpy]
         colors = ["#b8b8b8", *["#1f6f8b"] * len(results), "#e3e3e3"]
         bars = ax.bar(labels, values, color=colors, width=0.66)
-        texts = [f"{v:.1f} ms" + (f"\n{gloo / v:.1f}x" if c == "#1f6f8b" else "") for v, c in zip(values, colors, strict=True)]
+        texts = [
+            f"{v:.1f} ms" + (f"\n{gloo / v:.1f}x" if c == "#1f6f8b" else "")
+            for v, c in zip(values, colors, strict=True)
+        ]
         ax.bar_label(bars, texts, padding=3, fontsize=10)
         ax.set_title(
             f"{case.mode}: {case.tokens} tokens of {case.hidden} bf16,\ntop-{case.topk} of {case.experts} experts",
@@ -180,9 +185,13 @@ def plot(path: Path, results: dict[str, list[dict[str, Any]]]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checks", type=int, default=3, help="checked passes per mode, each with other data (default 3)")
+    parser.add_argument(
+        "--checks", type=int, default=3, help="checked passes per mode, each with other data (default 3)"
+    )
     parser.add_argument("--rounds", type=int, default=10, help="timed rounds per mode (default 10)")
-    parser.add_argument("--plot", default="out/demo.png", metavar="FILE", help="where the plot goes (default %(default)s)")
+    parser.add_argument(
+        "--plot", default="out/demo.png", metavar="FILE", help="where the plot goes (default %(default)s)"
+    )
     given = parser.parse_args(arguments)
     if given.checks < 1 or given.rounds < 1:
         parser.error("--checks and --rounds must be at least 1")

@@ -15,6 +15,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from .records import Record, plot, show, write_json
@@ -37,7 +38,9 @@ def measure(
     from .workload import Workload
 
     group = dist.group.WORLD
-    hints = [Buffer.get_low_latency_rdma_size_hint(c.tokens, c.hidden, num_ranks, c.experts) for c in cases if c.low_latency]
+    hints = [
+        Buffer.get_low_latency_rdma_size_hint(c.tokens, c.hidden, num_ranks, c.experts) for c in cases if c.low_latency
+    ]
     buffer = Buffer(group, num_rdma_bytes=max(hints, default=0), low_latency_mode=bool(hints))
     results = []
     for case in cases:
@@ -45,7 +48,7 @@ def measure(
         for _ in range(2):
             work.check()
         times: dict[str, list[float]] = {}
-        cpu = {name: 0.0 for name in work.systems()}
+        cpu = dict.fromkeys(work.systems(), 0.0)
 
         def timed(name: str, call: Callable[[], Any], times: dict[str, list[float]] = times) -> Any:
             dist.barrier(group)
@@ -59,12 +62,13 @@ def measure(
             # Alternation; and who comes first changes, so that none always follows the same one.
             systems = list(work.systems().items())
             for name, (dispatch, combine) in systems[i % 2 :] + systems[: i % 2]:
+                dist.barrier(group)
                 before = time.process_time()
-                timed(f"dispatch + combine, {name}", lambda d=dispatch, c=combine: c(d()[0]))
+                timed(f"dispatch + combine, {name}", partial(work.both, name))
                 cpu[name] += time.process_time() - before
                 if i % 2 == 0:
                     handle, _ = timed(f"dispatch, {name}", dispatch)
-                    timed(f"combine, {name}", lambda c=combine, h=handle: c(h))
+                    timed(f"combine, {name}", partial(combine, handle))
             timed("memcpy of the received bytes", work.memcpy)
             report((case.mode, i + 1, iterations))
         work.check()
@@ -73,7 +77,9 @@ def measure(
             row = torch.tensor(values, dtype=torch.float64)
             dist.all_reduce(row, dist.ReduceOp.MAX, group=group)
             slowest[name] = row.tolist()
-        total = torch.tensor([cpu[name] / iterations for name in cpu] + [float(work.received_bytes)], dtype=torch.float64)
+        total = torch.tensor(
+            [cpu[name] / iterations for name in cpu] + [float(work.received_bytes)], dtype=torch.float64
+        )
         dist.all_reduce(total, group=group)
         peak = torch.tensor([float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)])
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)

@@ -34,7 +34,9 @@ class Record:
     baseline: str = ""
     ratio: float = 1.0
     machine: str = dataclasses.field(default_factory=lambda: machine())
-    date: str = dataclasses.field(default_factory=lambda: datetime.datetime.now().astimezone().isoformat("T", "seconds"))
+    date: str = dataclasses.field(
+        default_factory=lambda: datetime.datetime.now().astimezone().isoformat("T", "seconds")
+    )
 
 
 def machine() -> str:
@@ -58,6 +60,8 @@ def show(records: Sequence[Record], console: Any = None) -> None:
     from rich.table import Table
 
     console = console or Console()
+    if not console.is_terminal:
+        console = Console(width=120)
     for case in dict.fromkeys(r.case for r in records):
         table = Table(title=case, title_justify="left", title_style="bold", header_style="dim")
         table.add_column("metric")
@@ -84,12 +88,15 @@ def plot(path: str | Path, records: Sequence[Record], title: str) -> None:
     import matplotlib.pyplot as plt
 
     cases = list(dict.fromkeys(r.case for r in records))
-    rows = max(sum(r.case == c and r.unit == "us" for r in records) for c in cases)
+    rows = max(len({r.metric for r in records if r.case == c and r.unit == "us"}) for c in cases)
     figure, axes = plt.subplots(
         len(cases), 1, figsize=(9, 1.1 + (0.9 + 0.36 * rows) * len(cases)), squeeze=False, layout="constrained"
     )
     for ax, case in zip(axes[:, 0], cases, strict=True):
-        shown = [r for r in records if r.case == case and r.unit == "us"][::-1]
+        # One bar per metric, and what belongs together side by side: "dispatch, uccl_ep", "dispatch, gloo".
+        times = {r.metric: r for r in records if r.case == case and r.unit == "us"}
+        starts = list(dict.fromkeys(metric.partition(",")[0] for metric in times))
+        shown = sorted(times.values(), key=lambda r: starts.index(r.metric.partition(",")[0]), reverse=True)
         colors = ["#1f6f8b" if "uccl_ep" in r.metric else "#b8b8b8" for r in shown]
         bars = ax.barh([r.metric for r in shown], [r.value / 1000 for r in shown], color=colors)
         ax.bar_label(bars, [f"{r.value / 1000:.2f} ms" for r in shown], padding=4, fontsize=9)

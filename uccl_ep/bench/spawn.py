@@ -95,9 +95,10 @@ def _collect(pipes: dict[Any, int], on_event: Callable[[int, Any], None] | None,
         if not ready:
             raise RuntimeError(f"no answer in time from ranks {sorted(pipes.values())}")
         for pipe in ready:
-            rank = pipes[pipe]  # type: ignore[index]
+            assert isinstance(pipe, connection.Connection)
+            rank = pipes[pipe]
             try:
-                kind, value = pipe.recv()  # type: ignore[union-attr]
+                kind, value = pipe.recv()
             except (EOFError, ConnectionError):
                 raise RuntimeError(f"rank {rank} died") from None
             if kind == "failed":
@@ -107,5 +108,5 @@ def _collect(pipes: dict[Any, int], on_event: Callable[[int, Any], None] | None,
                     on_event(rank, value)
                 continue
             results[rank] = value
-            del pipes[pipe]  # type: ignore[arg-type]
+            del pipes[pipe]
     return results
