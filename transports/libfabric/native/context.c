@@ -79,11 +79,14 @@ int fab_open_rail(fab_context *context, uint32_t rail, const fab_query *query, i
                  fab_error_text(context->library, error));
         error = error ? error : -FI_ENODATA;
     }
+    fab_handlers handlers;
+    fab_keep_handlers(&handlers);
     for (uint32_t l = 0; info && !error && l < context->num_lanes; l++) {
         fab_lane *lane = &context->lanes[l];
         error = fab_rail_open(context, lane, &lane->rails[rail], info);
         lane->num_rails = rail + 1;
     }
+    fab_restore_handlers(&handlers);
     if (list) {
         context->library->freeinfo(list);
     }

@@ -7,6 +7,11 @@
 #ifndef UCCL_EP_LIBFABRIC_FABRIC_H
 #define UCCL_EP_LIBFABRIC_FABRIC_H
 
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 
@@ -192,6 +197,16 @@ static inline uint64_t fab_remote_address(const fab_rail *rail, const fab_remote
 }
 
 uint64_t fab_now_ns(void);
+
+/* library.c. Some libraries that libfabric pulls in (PSM) or providers (shm) take over the signal handlers
+ * of the process: SIGTERM or a crash then ends in exit() from inside a handler, which hangs. Every call
+ * that may load or start one is put between these two. Set-up only, never in parallel with itself. */
+#define FAB_SIGNALS 8
+typedef struct fab_handlers {
+    struct sigaction actions[FAB_SIGNALS];
+} fab_handlers;
+void fab_keep_handlers(fab_handlers *handlers);
+void fab_restore_handlers(const fab_handlers *handlers);
 
 /* The provider gave a write back. */
 static inline void fab_returned(fab_rail *rail, fab_operation *operation) {

@@ -3,14 +3,27 @@
  * Seven symbols are looked up; everything else is an inline function over tables inside libfabric's
  * objects, so this module has no link dependency and one binary serves 1.17 and 2.x.
  */
-#define _GNU_SOURCE
+#include "fabric.h"
+
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
-#include "fabric.h"
+static const int kSignals[FAB_SIGNALS] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT, SIGINT, SIGTERM, SIGPIPE};
+
+void fab_keep_handlers(fab_handlers *handlers) {
+    for (int i = 0; i < FAB_SIGNALS; i++) {
+        sigaction(kSignals[i], NULL, &handlers->actions[i]);
+    }
+}
+
+void fab_restore_handlers(const fab_handlers *handlers) {
+    for (int i = 0; i < FAB_SIGNALS; i++) {
+        sigaction(kSignals[i], &handlers->actions[i], NULL);
+    }
+}
 
 uint64_t fab_now_ns(void) {
     struct timespec now;
@@ -37,7 +50,10 @@ void fab_get_constants(fab_constants *out) {
 
 /* The library is never closed again: providers leave threads and signal handlers behind. */
 fab_library *fab_library_open(const char *path, char *error, size_t error_bytes) {
+    fab_handlers handlers;
+    fab_keep_handlers(&handlers);
     void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    fab_restore_handlers(&handlers);
     if (!handle) {
         const char *words = dlerror();
         snprintf(error, error_bytes, "%s", words ? words : "unknown error of dlopen");
@@ -111,7 +127,10 @@ struct fi_info *fab_ask(const fab_library *library, const fab_query *query, int 
     hints->domain_attr->name = copy_of(query->domain);
     struct fi_info *list = NULL;
     const char *node = query->node[0] ? query->node : NULL;
+    fab_handlers handlers;
+    fab_keep_handlers(&handlers);
     *error = library->getinfo(library->use_version, node, NULL, node ? FI_SOURCE | FI_NUMERICHOST : 0, hints, &list);
+    fab_restore_handlers(&handlers);
     library->freeinfo(hints);
     return *error ? NULL : list;
 }
