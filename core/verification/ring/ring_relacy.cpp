@@ -256,9 +256,10 @@ struct Configuration {
 
 const Configuration kConfigurations[] = {
     // groups of words, producers, capacity, commands of each, staging buffers of each, batch
-    {"spsc_small", &rl::simulate<RingTest<2, 1, 1, 2, 2, 1>>},
-    {"spsc_staging", &rl::simulate<RingTest<1, 1, 2, 3, 1, 1>>},
-    {"mpsc_small", &rl::simulate<RingTest<1, 2, 1, 1, 1, 1>>},
+    {"spsc_small", &rl::simulate<RingTest<4, 1, 1, 2, 2, 1>>},
+    {"spsc_staging", &rl::simulate<RingTest<4, 1, 2, 3, 1, 1>>},
+    {"mpsc_small", &rl::simulate<RingTest<4, 2, 1, 1, 1, 1>>},
+    {"mpsc_medium", &rl::simulate<RingTest<4, 2, 2, 2, 2, 1>>},
     {"spsc", &rl::simulate<RingTest<4, 1, 2, 4, 2, 2>>},
     {"mpsc", &rl::simulate<RingTest<4, 2, 2, 3, 2, 1>>},
 };

@@ -19,10 +19,11 @@ def ring_cases() -> list[Case]:
     cases = [
         ring_case("spsc", "1 producer, 4 commands, 2 slots, random", "pass", "random", 60_000),
         ring_case("mpsc", "2 producers, 3 commands, 2 slots, random", "pass", "random", 60_000),
-        ring_case("spsc", "1 producer, at most 2 preemptions", "pass", "bound:2", 0),
-        ring_case("mpsc", "2 producers, at most 1 preemption", "pass", "bound:1", 0),
-        ring_case("spsc", "1 producer, at most 3 preemptions", "pass", "bound:3", 0, full=True),
-        ring_case("mpsc_small", "2 producers, 1 slot, at most 4 preemptions", "pass", "bound:4", 0, full=True),
+        ring_case("spsc", "1 producer, 4 commands, at most 2 preemptions", "pass", "bound:2", 0),
+        ring_case("spsc_small", "1 producer, 1 slot, at most 4 preemptions", "pass", "bound:4", 0),
+        ring_case("mpsc_small", "2 producers, 1 slot, at most 3 preemptions", "pass", "bound:3", 0),
+        ring_case("mpsc_medium", "2 producers, 2 slots, at most 1 preemption", "pass", "bound:1", 0),
+        ring_case("spsc_staging", "1 producer, 1 staging buffer, random", "pass", "random", 60_000),
         ring_case("spsc", "1 producer, random, long", "pass", "random", 2_000_000, full=True),
         ring_case("mpsc", "2 producers, random, long", "pass", "random", 2_000_000, full=True),
     ]
