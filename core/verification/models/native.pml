@@ -105,6 +105,10 @@ active proctype Lane() {
         d_step { entry = second; second = 0; arrive(); entry = first; first = 0; arrive() }
     }
 #endif
+#ifdef MUTANT_DUPLICATE_BEHIND_OTHERS
+    /* the entry lands, and lands again behind what was posted since */
+    :: atomic { lane?first -> d_step { entry = first; arrive() }; lane!first; first = 0 }
+#endif
     od
 }
 
