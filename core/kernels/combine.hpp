@@ -67,6 +67,7 @@ UCCL_EP_DEVICE bool combine_reduce(const CombineParameters &p, uint32_t channel,
     const uint32_t ranks = group.num_ranks(), channels = group.layout.num_channels;
     const TokenRange range = TokenRange::of(p.num_tokens, channel, channels);
     for (uint32_t rank = device::lane(); rank < ranks; rank += device::kWarpSize) incoming[rank] = {nullptr, nullptr, 0, 0};
+    device::sync_warp();  // another lane clears the entry that lane 0 fills next
     if (device::lane() == 0) {
         const uint64_t own = static_cast<uint64_t>(p.receive_offset[group.rank * channels + channel]);
         incoming[group.rank] = {p.x + own * p.row_bytes, p.num_topk == 0 ? nullptr : p.topk_weights + own * p.num_topk, 0,
