@@ -72,7 +72,6 @@ def counted_cases() -> list[Case]:
         passes("progress: counted credits", f"{COUNTED} CQ=0 CREDIT=1", live=True),
         passes("4 under way, arrival queue", "M=8 W=4 S=4 K=1 CQ=2 DUP=255 FAIL=255", full=True),
         passes("progress: 2 duplicates, 2 errors", f"{COUNTED} CQ=0 DUP=2 FAIL=2", live=True, full=True),
-        passes("progress: 4 under way", "M=8 W=4 S=4 K=1 CQ=0 FAIL=2", live=True, full=True),
         mutant("signal before payload (imm_after_payload broken)", f"{COUNTED} CQ=0 MUTANT_IMM_BEFORE_PAYLOAD"),
         mutant("count without index bitset", f"{COUNTED} CQ=0 DUP=2 MUTANT_COUNT_ONLY"),
         mutant("last flag ignored", f"{COUNTED} CQ=0 MUTANT_LAST_IGNORED"),
@@ -135,7 +134,6 @@ def low_latency_cases() -> list[Case]:
     return [
         spin_case("low_latency", "2 ranks, send and receive halves", "pass", LOW_LATENCY),
         spin_case("low_latency", "progress", "pass", "G=4 KINDS=1 LAG=2", live=True),
-        spin_case("low_latency", "dispatch and combine", "pass", "G=4 KINDS=2 HOOKS=1 LAG=1", full=True),
         mutant("one parity", "MUTANT_ONE_PARITY"),
         mutant("run ahead by 3", "MUTANT_RUN_AHEAD_3"),
         mutant("no credit", "MUTANT_NO_CREDIT"),
