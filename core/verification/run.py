@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from uccl_ep_verification.case import REMEDIES, Case, Limits, Outcome
 from uccl_ep_verification.catalogue import all_cases
 
-QUICK = Limits(time_s=120, memory_mb=1500)
+QUICK = Limits(time_s=60, memory_mb=1500)
 FULL = Limits(time_s=1200, memory_mb=6000)
 
 

@@ -12,7 +12,7 @@ from .process import run
 
 HERE = Path(__file__).resolve().parents[1]
 INCLUDE = HERE.parent / "native" / "include"
-COMPILE_TIME_S = 300.0
+COMPILE_TIME_S = 120.0
 _build_lock = threading.Lock()  # several cases share one binary: the first builds it
 
 
