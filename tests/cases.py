@@ -215,6 +215,7 @@ def low_latency(
             check_equal("strides of recv_scales (column-major)", got_scales.stride()[1:], want.scales.stride()[1:])
 
     # Only used rows reach the combine; the others get a value that would show.
+    # The output of experts behind a cast is bf16.
     y = torch.full(want.x.shape, float("nan"), dtype=torch.bfloat16 if cast != "none" else want.x.dtype)
     scales = got_scales[used] if got_scales is not None else None
     expert_of = torch.arange(local)[:, None].expand_as(used)[used] + rank * local

@@ -18,7 +18,7 @@ import cases
 import closed_form
 from ranks import Context, check_equal, environment
 from uccl_ep import reference
-from uccl_ep_core.errors import PeerFailure
+from uccl_ep_core.errors import ArgumentError, PeerFailure
 
 # ---- inputs ----
 
@@ -91,6 +91,26 @@ def huge(ctx: Context, rows: int) -> None:
         for source in range(n):
             x[:, 0] = source
             check_equal(f"rows of rank {source}", recv[source * rows : (source + 1) * rows], x)
+
+
+def worst_case_too_small(ctx: Context, who: int) -> None:
+    """Known only when the counts are in: that rank raises with the number that would do, and the others go on."""
+    made = cases.make_inputs(ctx.num_ranks, [6] * ctx.num_ranks, hidden=64, experts=12, topk=4)
+    enough = reference.dispatch(ctx.rank, made.xs, made.ids, 12).x.shape[0]
+    buffer, ids = ctx.buffer(), made.ids[ctx.rank]
+    layout = buffer.get_dispatch_layout(ids, 12)
+    arguments = {"topk_idx": ids, "num_tokens_per_rank": layout[0], "is_token_in_rank": layout[3],
+                 "num_tokens_per_expert": layout[2]}  # fmt: skip
+    if ctx.rank == who:
+        try:
+            buffer.dispatch(made.xs[ctx.rank], num_worst_tokens=enough - 1, **arguments)
+        except ArgumentError as error:
+            assert str(enough) in str(error), error
+        else:
+            raise AssertionError("fewer rows than arrive were accepted")
+    else:
+        buffer.dispatch(made.xs[ctx.rank], num_worst_tokens=enough, **arguments)
+    both_modes(ctx, tokens=[5 + r for r in range(ctx.num_ranks)], seed=22)
 
 
 def split_batch(ctx: Context) -> None:

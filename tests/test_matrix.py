@@ -1,11 +1,12 @@
 """Dispatch and combine in both modes over a pairwise matrix, bit for bit equal to the reference.
 
 Pairwise: every pair of values of two parameters that is legal occurs in some case. ``make test`` runs the default
-matrix; ``make test-full`` adds one with other seeds, 7168 wide rows everywhere and larger low-latency outputs.
+matrix; ``make test-full`` adds matrices of other seeds, and of low-latency outputs of up to 256 MB a rank.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ HIGH_THROUGHPUT: dict[str, list[Any]] = {
     "experts": EXPERTS,
     "tokens": TOKENS,
     "routing": list(closed_form.ROUTINGS),
-    "dtype": ["bf16", "fp16", "fp32", "fp64", "fp8"],
+    "dtype": ["bf16", "fp16", "fp32", "fp64", "fp8", "uint8"],
     "index": ["int64", "int32"],
     "weights": [True, False],
     "bias": [0, 1, 2],
@@ -49,6 +50,7 @@ LOW_LATENCY: dict[str, list[Any]] = {
     "tokens": TOKENS,
     "routing": list(closed_form.ROUTINGS),
     "index": ["int64", "int32"],
+    "dtype": ["bf16", "fp16", "fp32"],
     "cast": ["none", "fp8", "round", "ue8m0"],
     "hook": [True, False],
     "zero_copy": [False, True],
@@ -62,7 +64,9 @@ def legal(row: dict[str, Any]) -> bool:
 
 
 def legal_low_latency(row: dict[str, Any], most_bytes: int) -> bool:
-    return legal(row) and row["experts"] * row["most"] * row["hidden"] * 2 <= most_bytes
+    """``most_bytes`` bounds the output of a rank. get_next_low_latency_combine_buffer is bf16, as in DeepEP."""
+    nbytes = row["experts"] * row["most"] * row["hidden"] * cases.DTYPES[row["dtype"]].itemsize
+    return legal(row) and nbytes <= most_bytes and (row["dtype"] == "bf16" or not row["zero_copy"])
 
 
 def token_counts(row: dict[str, Any], seed: int) -> list[int]:
@@ -103,4 +107,42 @@ def test_high_throughput(pool: RankPool, row: dict[str, Any], seed: int) -> None
 
 @pytest.mark.parametrize(("row", "seed"), LOW_LATENCY_CASES)
 def test_low_latency(pool: RankPool, row: dict[str, Any], seed: int) -> None:
-    run(pool, cases.low_latency, {**row, "dtype": "bf16"}, seed)
+    run(pool, cases.low_latency, row, seed)
+
+
+def full_matrix() -> list[Any]:
+    rows = [("high_throughput", c) for s in (101, 102, 103) for c in matrix(HIGH_THROUGHPUT, legal, seed=s * 1000)]
+    for s in (104, 105):
+        cases_of_seed = matrix(LOW_LATENCY, lambda row: legal_low_latency(row, 256 << 20), seed=s * 1000)
+        rows += [("low_latency", c) for c in cases_of_seed]
+    return [pytest.param(mode, *c.values, id=f"{c.values[1]}-{mode}-{c.id}") for mode, c in rows]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The larger matrix takes seconds to generate: only where it is asked for."""
+    if metafunc.definition.name == "test_full_matrix":
+        wanted = "full" in (metafunc.config.getoption("-m") or "")
+        metafunc.parametrize(("mode", "row", "seed"), full_matrix() if wanted else [("high_throughput", {}, 0)])
+
+
+@pytest.mark.full
+def test_full_matrix(pool: RankPool, mode: str, row: dict[str, Any], seed: int) -> None:
+    run(pool, getattr(cases, mode), row, seed)
+
+
+def test_every_legal_pair_occurs() -> None:
+    """The generator against brute force, on parameters small enough for that."""
+    parameters = {"a": [0, 1, 2], "b": [0, 1], "c": [0, 1, 2, 3], "d": [False, True]}
+
+    def rule(row: dict[str, Any]) -> bool:
+        return row["a"] + row["b"] <= row["c"] and (row["d"] or row["b"] == 0)
+
+    def pairs(rows: list[dict[str, Any]]) -> set[Any]:
+        return {p for row in rows for p in itertools.combinations(row.items(), 2)}
+
+    everything = [dict(zip(parameters, values, strict=True)) for values in itertools.product(*parameters.values())]
+    found = pairwise(parameters, rule, seed=3)
+    assert all(rule(row) for row in found)
+    assert pairs(found) == pairs([row for row in everything if rule(row)])
+    assert found == pairwise(parameters, rule, seed=3)
+    assert len(found) < len([row for row in everything if rule(row)])

@@ -1,0 +1,57 @@
+"""The benchmark and the demo run, check what they time, and write what they promise."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from uccl_ep.bench import records
+
+
+def test_bench_ep_writes_records_and_a_plot(tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "uccl_ep.bench.ep", "--ranks", "2", "--iterations", "2", "--tokens", "16"),
+        *("--hidden", "256", "--experts", "16", "--domain-size", "1"),
+        *("--json", str(tmp_path / "ep.json"), "--plot", str(tmp_path / "ep.png")),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "ep.json").read_text())
+    keys = {"bench", "case", "metric", "value", "unit", "baseline", "ratio", "machine", "date"}
+    assert all(set(r) == keys and r["bench"] == "ep" for r in found)
+    for mode in ("low latency", "high throughput"):
+        rows = {(r["metric"], r["baseline"]): r for r in found if r["case"].startswith(mode)}
+        ours, gloo = "dispatch + combine, uccl_ep", "dispatch + combine, gloo"
+        assert rows[ours, gloo]["ratio"] == pytest.approx(rows[gloo, ""]["value"] / rows[ours, gloo]["value"])
+        assert rows[ours, "memcpy of the received bytes"]["ratio"] > 0
+    assert (tmp_path / "ep.png").stat().st_size > 10_000
+
+
+def test_bench_refuses_nonsense() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "uccl_ep.bench.ep", "--iterations", "0"], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "--iterations" in done.stderr
+
+
+def test_records_round_trip(tmp_path: Path) -> None:
+    record = records.Record("ep", "a case", "dispatch", 2.0, "us", "dispatch, gloo", 3.0)
+    records.write_json(tmp_path / "r.json", [record])
+    (read,) = json.loads((tmp_path / "r.json").read_text())
+    assert read["machine"] and read["date"] and records.Record(**read) == record
+
+
+def test_demo(tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "uccl_ep.demo", "--checks", "1", "--rounds", "1"),
+        *("--plot", str(tmp_path / "demo.png")),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in ("two domains", "one domain", "ordering plan", "every byte equals the reference", "commands", "gloo"):
+        assert words in done.stdout, done.stdout
+    assert str(tmp_path / "demo.png") in done.stdout and (tmp_path / "demo.png").stat().st_size > 10_000
