@@ -43,8 +43,8 @@ TransportLimits limits_of(const py::object &capabilities) {
     limits.imm_bits = capabilities.attr("imm_bits").cast<uint32_t>();
     limits.lanes = capabilities.attr("lanes").cast<uint32_t>();
     limits.exactly_once = capabilities.attr("exactly_once").cast<bool>();
-    limits.placement_proof = capabilities.attr("delivery_complete").cast<bool>() ||
-                             capabilities.attr("flush").cast<std::string>() != "none";
+    limits.placement_proof =
+        capabilities.attr("delivery_complete").cast<bool>() || capabilities.attr("flush").cast<std::string>() != "none";
     limits.host_signals = capabilities.attr("native_signal").cast<std::string>() != "none";
     limits.max_message = capabilities.attr("max_message").cast<uint64_t>();
     limits.max_inflight = capabilities.attr("max_inflight").cast<uint64_t>();
@@ -181,8 +181,8 @@ void bind_engine(py::module_ &module) {
                 verdict.elapsed_ns = elapsed_ns;
                 return verdicts.report(verdict);
             },
-            py::arg("culprit"), py::arg("reason"), py::arg("phase") = 0, py::arg("signal") = 0,
-            py::arg("expected") = 0, py::arg("seen") = 0, py::arg("operation") = 0, py::arg("elapsed_ns") = 0,
+            py::arg("culprit"), py::arg("reason"), py::arg("phase") = 0, py::arg("signal") = 0, py::arg("expected") = 0,
+            py::arg("seen") = 0, py::arg("operation") = 0, py::arg("elapsed_ns") = 0,
             "Write this rank's verdict; False when it wrote one before.")
         .def("agree", &Verdicts::agree, py::arg("grace_s"), py::call_guard<py::gil_scoped_release>(),
              "The verdict that all survivors pick, after waiting for theirs; None when nobody failed.")
@@ -190,8 +190,9 @@ void bind_engine(py::module_ &module) {
         .def_property_readonly("aborted", &Verdicts::aborted)
         .def("entry", &Verdicts::entry, py::arg("reporter"))
         .def("peer_closed", &Verdicts::peer_closed, py::arg("peer"))
-        .def("close", [](Verdicts &verdicts) { StdAtomics::store_release_system(&verdicts.header()->closed, 1); },
-             "Say that this rank closes its buffer in order: its end is then no death.")
+        .def(
+            "close", [](Verdicts &verdicts) { StdAtomics::store_release_system(&verdicts.header()->closed, 1); },
+            "Say that this rank closes its buffer in order: its end is then no death.")
         .def_static("choose", &choose_verdict, py::arg("verdicts"));
 
     py::class_<PeerMonitor, std::unique_ptr<PeerMonitor, WithoutGil<PeerMonitor>>>(module, "PeerMonitor")
@@ -205,8 +206,9 @@ void bind_engine(py::module_ &module) {
                      new PeerMonitor(std::move(verdicts), list, heartbeat_timeout_s));
              }),
              py::arg("verdicts"), py::arg("identities"), py::arg("heartbeat_timeout_s") = 5.0)
-        .def_static("identity", [] { return py::bytes(PeerMonitor::identity()); },
-                    "Names this process for good; exchanged with the addresses.")
+        .def_static(
+            "identity", [] { return py::bytes(PeerMonitor::identity()); },
+            "Names this process for good; exchanged with the addresses.")
         .def_property_readonly("unwatched", &PeerMonitor::unwatched, "Ranks whose death cannot be noticed here.")
         .def("start", &PeerMonitor::start)
         .def("stop", &PeerMonitor::stop, py::call_guard<py::gil_scoped_release>());
@@ -233,16 +235,14 @@ void bind_engine(py::module_ &module) {
                  shared->remote_peers = remote_peers;
                  shared->channel = std::make_shared<Channel>(channel);
                  shared->num_proxies = num_proxies;
-                 shared->verdicts = verdicts != nullptr
-                                        ? std::move(verdicts)
-                                        : std::make_shared<Verdicts>(rank, layout, control_pointer,
-                                                                     std::vector<uint64_t>{});
+                 shared->verdicts = verdicts != nullptr ? std::move(verdicts)
+                                                        : std::make_shared<Verdicts>(rank, layout, control_pointer,
+                                                                                     std::vector<uint64_t>{});
                  return std::unique_ptr<Engine, WithoutGil<Engine>>(new Engine(std::move(shared)));
              }),
              py::arg("rank"), py::arg("layout"), py::arg("data_pointer"), py::arg("control_pointer"),
              py::arg("ops_pointer"), py::arg("plan"), py::arg("capabilities"), py::arg("remote_peers"),
-             py::arg("channel"), py::arg("num_proxies"), py::arg("verdicts") = nullptr,
-             py::arg("options") = py::dict())
+             py::arg("channel"), py::arg("num_proxies"), py::arg("verdicts") = nullptr, py::arg("options") = py::dict())
         .def("start", &Engine::start)
         .def("stop", &Engine::stop, py::arg("timeout_s"), py::call_guard<py::gil_scoped_release>(),
              "Send what was pushed, say goodbye to transport peers, end the threads; False when they did not end.")

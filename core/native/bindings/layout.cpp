@@ -120,11 +120,10 @@ void bind_layout(py::module_ &module) {
         .def("notice_offset", &Layout::notice_offset, py::arg("peer"))
         .def("notice_outbox_offset", &Layout::notice_outbox_offset, py::arg("peer"))
         .def("control_bytes", &Layout::control_bytes)
-        .def("to_bytes",
-             [](const Layout &layout) {
-                 return py::bytes(reinterpret_cast<const char *>(&layout), sizeof(layout));
-             },
-             "The struct as kernels take it.")
+        .def(
+            "to_bytes",
+            [](const Layout &layout) { return py::bytes(reinterpret_cast<const char *>(&layout), sizeof(layout)); },
+            "The struct as kernels take it.")
         .def("__repr__", [](const Layout &layout) {
             return "Layout(num_ranks=" + std::to_string(layout.num_ranks) +
                    ", ranks_per_domain=" + std::to_string(layout.ranks_per_domain) +

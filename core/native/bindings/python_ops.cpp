@@ -33,11 +33,14 @@ bool finalizing() {
 }
 
 class PythonOps {
-public:
+  public:
     // `target` is borrowed: it owns this object.
     PythonOps(py::handle target, py::object write_type, py::object signal_type, uint32_t lanes, uint32_t num_ranks)
-        : target_(target), write_type_(std::move(write_type)), signal_type_(std::move(signal_type)),
-          lanes_(lanes), peers_(num_ranks) {
+        : target_(target),
+          write_type_(std::move(write_type)),
+          signal_type_(std::move(signal_type)),
+          lanes_(lanes),
+          peers_(num_ranks) {
         ops_ = uccl_ep_transport_ops{
             UCCL_EP_TRANSPORT_MAGIC,
             sizeof(uccl_ep_transport_ops),
@@ -70,7 +73,7 @@ public:
 
     uint64_t address() const { return reinterpret_cast<uint64_t>(&ops_); }
 
-private:
+  private:
     struct Lane {
         std::string error;
         uint64_t no_completions_ns = 0;  // when the last look found none
@@ -131,8 +134,8 @@ private:
             return 0;
         }
         return guarded(lane, [&]() -> int64_t {
-            const auto done = target_.attr("poll_completions")(lane, capacity)
-                                  .cast<std::vector<std::pair<uint64_t, int32_t>>>();
+            const auto done =
+                target_.attr("poll_completions")(lane, capacity).cast<std::vector<std::pair<uint64_t, int32_t>>>();
             if (done.size() > capacity) {
                 throw std::length_error("poll_completions returned more than it was asked for");
             }

@@ -19,14 +19,19 @@ constexpr uint64_t kArrivalsPerPoll = 256;
 constexpr uint32_t kRepeats = 3;  // of the last credit, where a completion proves no placement
 
 class CountedPlan final : public Plan {
-public:
+  public:
     CountedPlan(EngineShared &shared, uint32_t lane, Outbound &outbound, ProxyStats &stats)
-        : shared_(shared), lane_(lane), outbound_(outbound), stats_(stats),
+        : shared_(shared),
+          lane_(lane),
+          outbound_(outbound),
+          stats_(stats),
           codec_(shared.limits.imm_bits, shared.layout.num_signals()),
-          receiver_(codec_, shared.layout.num_signals()), arrivals_(kArrivalsPerPoll), peers_(shared.layout.num_ranks) {
+          receiver_(codec_, shared.layout.num_signals()),
+          arrivals_(kArrivalsPerPoll),
+          peers_(shared.layout.num_ranks) {
         if (shared.limits.remote_queue_depth != 0) {
-            window_ = std::max<uint64_t>(1, shared.limits.remote_queue_depth /
-                                                std::max<uint64_t>(1, shared.remote_peers.size()));
+            window_ = std::max<uint64_t>(
+                1, shared.limits.remote_queue_depth / std::max<uint64_t>(1, shared.remote_peers.size()));
         }
     }
 
@@ -38,8 +43,9 @@ public:
         const uint64_t needed = value > sealed + 1 ? value - sealed : 1;
         Peer &state = peers_[peer];
         if (state.sent - state.credited + needed > window_) {
-            state.credited = std::max(state.credited, StdAtomics::load_acquire_system(shared_.word(
-                                                          shared_.layout.notice_offset(peer) + credit_field())));
+            state.credited = std::max(
+                state.credited,
+                StdAtomics::load_acquire_system(shared_.word(shared_.layout.notice_offset(peer) + credit_field())));
         }
         // A peer that closed gives no more credit, and its queue matters no more.
         return state.sent - state.credited + needed <= window_ || state.sent == state.credited ||
@@ -70,9 +76,8 @@ public:
         const int64_t count =
             shared_.ops->poll_arrivals(shared_.ops->context, lane_, arrivals_.data(), arrivals_.size());
         if (count < 0) {
-            const char *words = shared_.ops->last_error != nullptr
-                                    ? shared_.ops->last_error(shared_.ops->context, lane_)
-                                    : nullptr;
+            const char *words =
+                shared_.ops->last_error != nullptr ? shared_.ops->last_error(shared_.ops->context, lane_) : nullptr;
             fail(Fault{shared_.rank, Reason::kTransport, 0, 0, 0,
                        std::string("polling arrivals failed: ") + (words != nullptr ? words : "no reason given")});
             return 0;
@@ -107,7 +112,7 @@ public:
         }
     }
 
-private:
+  private:
     struct Peer {
         uint64_t sent = 0;      // immediates to it on this lane
         uint64_t credited = 0;  // of these, polled there, as far as is known
@@ -166,8 +171,8 @@ private:
             return;
         }
         write.flags |= UCCL_EP_WRITE_IMMEDIATE;
-        write.immediate = codec_.encode(Immediate{op.signal, static_cast<uint32_t>(op.value % kEpochs),
-                                                  signal.next_index++, op.last});
+        write.immediate = codec_.encode(
+            Immediate{op.signal, static_cast<uint32_t>(op.value % kEpochs), signal.next_index++, op.last});
         peers_[op.peer].sent += 1;
         stats_.emulated_immediates.add(1);
         outbound_.write(write, op);
@@ -185,32 +190,32 @@ private:
             peers_[writer].polled += 1;
         }
         switch (outcome) {
-        case Arrival::kCounted:
-            stats_.emulated_counts.add(1);
-            return;
-        case Arrival::kRaise:
-            stats_.emulated_counts.add(1);
-            raise(signal);
-            return;
-        case Arrival::kDuplicate:
-            stats_.emulated_duplicates.add(1);
-            if (shared_.limits.exactly_once) {
-                protocol(shared_.signal_writer(signal), signal, "a write arrived twice");
-            }
-            return;
-        case Arrival::kClosedEpoch:
-            stats_.emulated_closed.add(1);
-            if (shared_.limits.exactly_once) {
-                protocol(shared_.signal_writer(signal), signal, "a write of a message that was complete arrived");
-            }
-            return;
-        case Arrival::kContradiction:
-            protocol(shared_.signal_writer(signal), signal, "the writes of a message contradict its last one");
-            return;
-        case Arrival::kUnknownSignal:
-            protocol(arrival.peer < shared_.layout.num_ranks ? arrival.peer : shared_.rank, signal,
-                     "an immediate names no signal");
-            return;
+            case Arrival::kCounted:
+                stats_.emulated_counts.add(1);
+                return;
+            case Arrival::kRaise:
+                stats_.emulated_counts.add(1);
+                raise(signal);
+                return;
+            case Arrival::kDuplicate:
+                stats_.emulated_duplicates.add(1);
+                if (shared_.limits.exactly_once) {
+                    protocol(shared_.signal_writer(signal), signal, "a write arrived twice");
+                }
+                return;
+            case Arrival::kClosedEpoch:
+                stats_.emulated_closed.add(1);
+                if (shared_.limits.exactly_once) {
+                    protocol(shared_.signal_writer(signal), signal, "a write of a message that was complete arrived");
+                }
+                return;
+            case Arrival::kContradiction:
+                protocol(shared_.signal_writer(signal), signal, "the writes of a message contradict its last one");
+                return;
+            case Arrival::kUnknownSignal:
+                protocol(arrival.peer < shared_.layout.num_ranks ? arrival.peer : shared_.rank, signal,
+                         "an immediate names no signal");
+                return;
         }
     }
 

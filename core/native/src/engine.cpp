@@ -48,8 +48,8 @@ void prepare(EngineShared &shared) {
             "the fenced plan needs delivery_complete or flush");
     require(shared.num_proxies >= 1 && shared.num_proxies <= kMaxLanes,
             "the number of proxies must be from 1 to " + std::to_string(kMaxLanes));
-    require(shared.num_proxies <= shared.limits.lanes, "more proxies than the transport has lanes (" +
-                                                           std::to_string(shared.limits.lanes) + ")");
+    require(shared.num_proxies <= shared.limits.lanes,
+            "more proxies than the transport has lanes (" + std::to_string(shared.limits.lanes) + ")");
     require(shared.limits.alignment >= 1 && shared.limits.max_message >= shared.limits.alignment,
             "the transport's max_message is below its alignment");
     require(shared.limits.send_queue_depth >= 1, "the transport's send_queue_depth must be at least 1");
@@ -136,8 +136,7 @@ bool Engine::stop(double timeout_s) {
         for (const auto &proxy : proxies_) {
             recorders.push_back(proxy->recorder());
         }
-        trace_error_ =
-            write_trace(trace_path(shared_->options.trace_path, shared_->rank), shared_->rank, recorders);
+        trace_error_ = write_trace(trace_path(shared_->options.trace_path, shared_->rank), shared_->rank, recorders);
     }
     if (!ended) {
         stop_error_ = "a proxy did not end within its limit: a function of the transport blocks";

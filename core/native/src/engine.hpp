@@ -13,7 +13,7 @@
 namespace uccl_ep {
 
 class Engine {
-public:
+  public:
     // Throws std::invalid_argument, naming what would do.
     explicit Engine(std::shared_ptr<EngineShared> shared);
     ~Engine();
@@ -28,7 +28,7 @@ public:
     const std::vector<std::shared_ptr<Proxy>> &proxies() const { return proxies_; }
     const EngineShared &shared() const { return *shared_; }
 
-private:
+  private:
     struct Ends {
         std::mutex mutex;
         std::condition_variable changed;

@@ -87,19 +87,17 @@ struct EngineShared {
     uint64_t *word(uint64_t control_offset) const { return reinterpret_cast<uint64_t *>(control + control_offset); }
     uint32_t signal_entry(uint32_t signal) const { return signal_names[signal].entry; }
     uint32_t signal_writer(uint32_t signal) const { return signal_names[signal].writer; }
-    uint32_t key(uint32_t peer, uint32_t signal) const {
-        return peer * layout.outbox_entries() + signal_entry(signal);
-    }
+    uint32_t key(uint32_t peer, uint32_t signal) const { return peer * layout.outbox_entries() + signal_entry(signal); }
     uint64_t notice_word(uint32_t at_rank, uint64_t field) const { return layout.notice_offset(at_rank) + field; }
 };
 
 // Written by one proxy, read by anyone: a counter without a locked instruction.
 class Counter {
-public:
+  public:
     void add(uint64_t n) { value_.store(value_.load(std::memory_order_relaxed) + n, std::memory_order_relaxed); }
     uint64_t get() const { return value_.load(std::memory_order_relaxed); }
 
-private:
+  private:
     std::atomic<uint64_t> value_{0};
 };
 

@@ -11,7 +11,7 @@ namespace uccl_ep {
 namespace {
 
 class FencedPlan final : public Plan {
-public:
+  public:
     FencedPlan(EngineShared &shared, Outbound &outbound, ProxyStats &stats)
         : shared_(shared), outbound_(outbound), stats_(stats), signals_(shared.sender_signals.size()) {
         waiting_.reserve(signals_.size());
@@ -65,7 +65,7 @@ public:
 
     bool pending() const override { return !waiting_.empty(); }
 
-private:
+  private:
     struct Signal {
         FencedSender sender;
         uint32_t peer = 0;

@@ -5,7 +5,7 @@ namespace uccl_ep {
 namespace {
 
 class NativePlan final : public Plan {
-public:
+  public:
     NativePlan(EngineShared &shared, Outbound &outbound) : shared_(shared), outbound_(outbound) {}
 
     bool admit(uint32_t, uint32_t, uint64_t) override { return true; }
@@ -20,14 +20,14 @@ public:
         signal.kind = OpKind::kSignal;
         signal.commands = 0;
         signal.bytes = 0;
-        outbound_.signal(uccl_ep_signal{op.peer, UCCL_EP_REGION_CONTROL, shared_.layout.signal_offset(op.signal),
-                                        op.value, 0},
-                         signal);
+        outbound_.signal(
+            uccl_ep_signal{op.peer, UCCL_EP_REGION_CONTROL, shared_.layout.signal_offset(op.signal), op.value, 0},
+            signal);
     }
     void completed(const Op &) override {}
     uint64_t poll() override { return 0; }
 
-private:
+  private:
     EngineShared &shared_;
     Outbound &outbound_;
 };

@@ -13,12 +13,18 @@ constexpr uint64_t kPeersPerTick = 64;  // peer_state calls in a millisecond
 }  // namespace
 
 Notices::Notices(EngineShared &shared, uint32_t lane, Outbound &outbound, ProxyStats &stats)
-    : shared_(shared), lane_(lane), outbound_(outbound), stats_(stats),
-      active_(lane == 0 && !shared.remote_peers.empty()), beats_(active_ && shared.ops->peer_state == nullptr),
-      beat_timeout_ns_(static_cast<uint64_t>(
-          std::min(shared.options.heartbeat_timeout_s, shared.options.timeout_s) * 1e9)),
-      forwarded_(shared.layout.num_ranks, 0), beat_in_flight_(shared.layout.num_ranks, 0),
-      seen_beat_(shared.layout.num_ranks, 0), seen_ns_(shared.layout.num_ranks, 0),
+    : shared_(shared),
+      lane_(lane),
+      outbound_(outbound),
+      stats_(stats),
+      active_(lane == 0 && !shared.remote_peers.empty()),
+      beats_(active_ && shared.ops->peer_state == nullptr),
+      beat_timeout_ns_(
+          static_cast<uint64_t>(std::min(shared.options.heartbeat_timeout_s, shared.options.timeout_s) * 1e9)),
+      forwarded_(shared.layout.num_ranks, 0),
+      beat_in_flight_(shared.layout.num_ranks, 0),
+      seen_beat_(shared.layout.num_ranks, 0),
+      seen_ns_(shared.layout.num_ranks, 0),
       given_up_(shared.layout.num_ranks, 0) {
     beat_interval_ns_ = std::max<uint64_t>(beat_timeout_ns_ / 20, 1'000'000);
 }
@@ -81,8 +87,7 @@ void Notices::watch_states(uint64_t now) {
     for (uint64_t i = 0; i < count; ++i) {
         const uint32_t peer = shared_.remote_peers[next_peer_];
         next_peer_ = (next_peer_ + 1) % shared_.remote_peers.size();
-        if (given_up_[peer] == 0 &&
-            shared_.ops->peer_state(shared_.ops->context, peer) == UCCL_EP_PEER_DEAD) {
+        if (given_up_[peer] == 0 && shared_.ops->peer_state(shared_.ops->context, peer) == UCCL_EP_PEER_DEAD) {
             // It may have closed in order just before it left: its notice then precedes its end, but is
             // taken in no later than now only where the transport placed it; look once more next time.
             if (seen_ns_[peer] == 0) {
@@ -114,8 +119,7 @@ void Notices::tell(uint32_t peer, uint64_t field, uint64_t value) {
 
 void Notices::heartbeats(uint64_t now) {
     for (const uint32_t peer : shared_.remote_peers) {
-        const auto *notice =
-            reinterpret_cast<const PeerNotice *>(shared_.control + shared_.layout.notice_offset(peer));
+        const auto *notice = reinterpret_cast<const PeerNotice *>(shared_.control + shared_.layout.notice_offset(peer));
         const uint64_t beat = StdAtomics::load_acquire_system(&notice->heartbeat);
         if (beat != seen_beat_[peer] || seen_ns_[peer] == 0) {
             seen_beat_[peer] = beat;

@@ -10,7 +10,7 @@
 namespace uccl_ep {
 
 class Notices {
-public:
+  public:
     Notices(EngineShared &shared, uint32_t lane, Outbound &outbound, ProxyStats &stats);
 
     // About once a millisecond.
@@ -21,7 +21,7 @@ public:
     bool tell_closed();
     bool told() const { return in_flight_ == 0; }
 
-private:
+  private:
     void forward_verdicts();
     void watch_states(uint64_t now_ns);
     void heartbeats(uint64_t now_ns);

@@ -38,8 +38,8 @@ void Outbound::trace_writes(uint64_t first, uint64_t count) {
     for (uint64_t i = first; i < first + count; ++i) {
         const Op &op = ops_[writes_[i].token];
         if (op.kind == OpKind::kCommand) {
-            trace_->add(TraceKind::kPosted, op.ring * shared_.num_proxies + lane_, op.first_ticket, op.peer,
-                        op.bytes, op.commands);
+            trace_->add(TraceKind::kPosted, op.ring * shared_.num_proxies + lane_, op.first_ticket, op.peer, op.bytes,
+                        op.commands);
         } else if (op.kind == OpKind::kSignalWrite) {
             trace_->add(TraceKind::kSignalled, op.signal, op.value, op.peer, 0, 0);
         }
@@ -79,8 +79,7 @@ int64_t Outbound::flush() {
         }
         const uint64_t want = std::min(ready - next_signal_, depth - posted_);
         if (want != 0) {
-            const int64_t taken =
-                shared_.ops->post_signals(shared_.ops->context, lane_, &signals_[next_signal_], want);
+            const int64_t taken = shared_.ops->post_signals(shared_.ops->context, lane_, &signals_[next_signal_], want);
             if (taken < 0) {
                 return taken;
             }

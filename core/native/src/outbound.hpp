@@ -35,7 +35,7 @@ struct Op {
 };
 
 class Outbound {
-public:
+  public:
     static constexpr uint64_t kReserve = 160;  // operations beyond the queue depth that may be staged
 
     Outbound(EngineShared &shared, uint32_t lane, ProxyStats &stats);
@@ -62,7 +62,7 @@ public:
     // The record of a completion, its token freed; nullptr for a token that is none.
     const Op *complete(uint64_t token);
 
-private:
+  private:
     uint64_t take(const Op &op);
     void trace_writes(uint64_t first, uint64_t count);
     void trace_signals(uint64_t first, uint64_t count);

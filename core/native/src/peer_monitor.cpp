@@ -58,7 +58,7 @@ Identity own_identity() {
     Identity identity{};
     identity.pid = static_cast<uint64_t>(getpid());
     identity.start_time = start_time(identity.pid);
-    struct stat status {};
+    struct stat status{};
     if (stat("/proc/self/ns/pid", &status) == 0) {
         identity.pid_namespace = status.st_ino;
     }
@@ -160,8 +160,8 @@ void PeerMonitor::tick(uint64_t now) {
         }
     }
     const uint64_t waiting_for = StdAtomics::load_acquire_system(&header->waiting_for);
-    if (waiting_for == 0 || waiting_for > verdicts_->layout().num_ranks ||
-        waiting_for - 1 == verdicts_->rank() || !verdicts_->peer_closed(static_cast<uint32_t>(waiting_for - 1))) {
+    if (waiting_for == 0 || waiting_for > verdicts_->layout().num_ranks || waiting_for - 1 == verdicts_->rank() ||
+        !verdicts_->peer_closed(static_cast<uint32_t>(waiting_for - 1))) {
         closed_wait_ = 0;
     } else if (closed_wait_ != waiting_for) {
         closed_wait_ = waiting_for;

@@ -13,7 +13,7 @@
 namespace uccl_ep {
 
 class PeerMonitor {
-public:
+  public:
     // Bytes that name this process for good: pid, start time, pid namespace, boot.
     static std::string identity();
 
@@ -29,7 +29,7 @@ public:
     void stop();
     std::vector<uint32_t> unwatched() const { return unwatched_; }  // by no means at all
 
-private:
+  private:
     struct Watched {
         uint32_t rank;
         int pidfd;

@@ -20,7 +20,7 @@ struct Fault {
 };
 
 class Plan {
-public:
+  public:
     // Operations that staging one command may need, at most (one write, or an empty message for each
     // number that a kernel skipped).
     static constexpr uint64_t kOperationsPerCommand = 40;
@@ -47,7 +47,7 @@ public:
     // Set once; the proxy turns it into a verdict.
     const Fault *fault() const { return fault_.reason == Reason::kNone ? nullptr : &fault_; }
 
-protected:
+  protected:
     void fail(Fault fault) {
         if (fault_.reason == Reason::kNone) {
             fault_ = std::move(fault);
@@ -56,7 +56,7 @@ protected:
 
     TraceRecorder *trace_ = nullptr;
 
-private:
+  private:
     Fault fault_;
 };
 

@@ -21,12 +21,12 @@ constexpr uint64_t kMaxMergedBytes = uint64_t{1} << 30;
 
 std::unique_ptr<Plan> make_plan(EngineShared &shared, uint32_t lane, Outbound &outbound, ProxyStats &stats) {
     switch (shared.plan) {
-    case PlanKind::kNative:
-        return make_native_plan(shared, lane, outbound, stats);
-    case PlanKind::kCounted:
-        return make_counted_plan(shared, lane, outbound, stats);
-    case PlanKind::kFenced:
-        break;
+        case PlanKind::kNative:
+            return make_native_plan(shared, lane, outbound, stats);
+        case PlanKind::kCounted:
+            return make_counted_plan(shared, lane, outbound, stats);
+        case PlanKind::kFenced:
+            break;
     }
     return make_fenced_plan(shared, lane, outbound, stats);
 }
@@ -34,8 +34,11 @@ std::unique_ptr<Plan> make_plan(EngineShared &shared, uint32_t lane, Outbound &o
 }  // namespace
 
 Proxy::Proxy(std::shared_ptr<EngineShared> shared, uint32_t lane)
-    : shared_(std::move(shared)), lane_(lane), outbound_(*shared_, lane, stats_),
-      plan_(make_plan(*shared_, lane, outbound_, stats_)), notices_(*shared_, lane, outbound_, stats_),
+    : shared_(std::move(shared)),
+      lane_(lane),
+      outbound_(*shared_, lane, stats_),
+      plan_(make_plan(*shared_, lane, outbound_, stats_)),
+      notices_(*shared_, lane, outbound_, stats_),
       completions_(kCompletionsPerPoll) {
     for (uint32_t ring = lane; ring < shared_->channel->num_rings(); ring += shared_->num_proxies) {
         rings_.emplace_back(*shared_->channel, ring);
@@ -68,9 +71,8 @@ void Proxy::fail(const Fault &fault) {
 
 void Proxy::lane_broke(int64_t error, uint32_t peer, const char *what) {
     broken_ = true;
-    const char *words = shared_->ops->last_error != nullptr
-                            ? shared_->ops->last_error(shared_->ops->context, lane_)
-                            : nullptr;
+    const char *words =
+        shared_->ops->last_error != nullptr ? shared_->ops->last_error(shared_->ops->context, lane_) : nullptr;
     const bool dead = shared_->ops->peer_state != nullptr && peer != shared_->rank &&
                       shared_->ops->peer_state(shared_->ops->context, peer) == UCCL_EP_PEER_DEAD;
     fail(Fault{peer, dead ? Reason::kDead : Reason::kTransport, 0, 0, 0,
@@ -122,12 +124,11 @@ bool Proxy::check(const Command &command) {
     }
     fail(Fault{shared_->rank, Reason::kBadCommand, command.signal, shared_->data_bytes, command.remote_offset,
                std::string("command refused: ") + wrong + " (operation " +
-                   std::to_string(static_cast<uint32_t>(command.operation)) + ", peer " +
-                   std::to_string(command.peer) + ", " + std::to_string(command.bytes) + " bytes from " +
-                   std::to_string(command.local_offset) + " to " + std::to_string(command.remote_offset) +
-                   " of windows of " + std::to_string(shared_->data_bytes) + " bytes, signal " +
-                   std::to_string(command.signal) + " of " + std::to_string(layout.num_signals()) + ", value " +
-                   std::to_string(command.value) + ")"});
+                   std::to_string(static_cast<uint32_t>(command.operation)) + ", peer " + std::to_string(command.peer) +
+                   ", " + std::to_string(command.bytes) + " bytes from " + std::to_string(command.local_offset) +
+                   " to " + std::to_string(command.remote_offset) + " of windows of " +
+                   std::to_string(shared_->data_bytes) + " bytes, signal " + std::to_string(command.signal) + " of " +
+                   std::to_string(layout.num_signals()) + ", value " + std::to_string(command.value) + ")"});
     return false;
 }
 
@@ -257,8 +258,8 @@ uint64_t Proxy::drain(RingReader &ring) {
 uint64_t Proxy::poll_completions() {
     // Also with nothing posted: a transport may need the call to place what peers write here, or what
     // it has completed but not yet placed there (see transport.h).
-    const int64_t count = shared_->ops->poll_completions(shared_->ops->context, lane_, completions_.data(),
-                                                         completions_.size());
+    const int64_t count =
+        shared_->ops->poll_completions(shared_->ops->context, lane_, completions_.data(), completions_.size());
     if (count < 0) {
         lane_broke(count, shared_->remote_peers.size() == 1 ? shared_->remote_peers[0] : shared_->rank,
                    "polling completions failed");
@@ -348,9 +349,8 @@ bool Proxy::finished(uint64_t now) {
                now - aborted_at_ns_ > kForwardAfterAbortNs;
     }
     if (!drained_told_) {
-        const bool quiet = std::all_of(rings_.begin(), rings_.end(), [](const RingReader &ring) {
-            return !ring.begun && ring.quiet();
-        });
+        const bool quiet = std::all_of(rings_.begin(), rings_.end(),
+                                       [](const RingReader &ring) { return !ring.begun && ring.quiet(); });
         if (!idle() || !quiet) {
             return false;
         }

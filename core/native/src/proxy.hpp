@@ -16,7 +16,7 @@
 namespace uccl_ep {
 
 class Proxy {
-public:
+  public:
     Proxy(std::shared_ptr<EngineShared> shared, uint32_t lane);
 
     void run();  // the thread's body; returns at the engine's stop, at the latest at its deadline
@@ -28,7 +28,7 @@ public:
     const TraceRecorder *recorder() const { return trace_.get(); }
     bool idle() const { return !have_open_ && outbound_.outstanding() == 0 && !plan_->pending(); }
 
-private:
+  private:
     uint64_t poll_completions();
     uint64_t drain(RingReader &ring);
     bool stage(RingReader &ring);  // one step of the ring's current command; false: not now

@@ -12,11 +12,15 @@
 namespace uccl_ep {
 
 class RingReader {
-public:
+  public:
     RingReader(const Channel &channel, uint32_t ring)
-        : index(ring), slots_(channel.slots(ring)), consumed_(channel.consumed(ring)),
-          completed_word_(channel.completed(ring)), capacity_(channel.capacity()),
-          remaining_(std::max<uint64_t>(channel.capacity(), 1024), 0), mask_(remaining_.size() - 1) {}
+        : index(ring),
+          slots_(channel.slots(ring)),
+          consumed_(channel.consumed(ring)),
+          completed_word_(channel.completed(ring)),
+          capacity_(channel.capacity()),
+          remaining_(std::max<uint64_t>(channel.capacity(), 1024), 0),
+          mask_(remaining_.size() - 1) {}
 
     bool peek(Command *command) const {
         PackedCommand packed;
@@ -75,7 +79,7 @@ public:
     uint32_t key = 0;       // of its peer and signal
     uint64_t done = 0;      // its bytes that are staged
 
-private:
+  private:
     PackedCommand *slots_;
     uint64_t *consumed_;
     uint64_t *completed_word_;

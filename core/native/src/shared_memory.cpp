@@ -172,7 +172,7 @@ SharedMemory SharedMemory::attach(const std::string &bytes) {
     if (file.fd < 0) {
         throw std::runtime_error(words("cannot open " + where));
     }
-    struct stat status {};
+    struct stat status{};
     if (fstat(file.fd, &status) != 0 || static_cast<uint64_t>(status.st_size) != file_bytes(handle.nbytes)) {
         throw std::runtime_error(where + " has another size than the memory meant");
     }
@@ -185,9 +185,14 @@ SharedMemory SharedMemory::attach(const std::string &bytes) {
 }
 
 SharedMemory::SharedMemory(SharedMemory &&other) noexcept
-    : base_(std::exchange(other.base_, nullptr)), nbytes_(other.nbytes_), mapped_(other.mapped_),
-      fd_(std::exchange(other.fd_, -1)), owner_(std::exchange(other.owner_, false)), named_(other.named_),
-      name_(std::move(other.name_)), handle_(std::move(other.handle_)) {}
+    : base_(std::exchange(other.base_, nullptr)),
+      nbytes_(other.nbytes_),
+      mapped_(other.mapped_),
+      fd_(std::exchange(other.fd_, -1)),
+      owner_(std::exchange(other.owner_, false)),
+      named_(other.named_),
+      name_(std::move(other.name_)),
+      handle_(std::move(other.handle_)) {}
 
 SharedMemory::~SharedMemory() { close(); }
 

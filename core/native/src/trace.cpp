@@ -15,15 +15,16 @@ double microseconds(uint64_t ns) { return static_cast<double>(ns) * 1e-3; }
 // Every command is a nestable asynchronous slice "ring R" with an id of its own, from the moment it was
 // popped to its completion; the posting is an instant inside it.
 class Writer {
-public:
+  public:
     Writer(FILE *file, uint32_t rank) : file_(file), rank_(rank) {}
 
     void name(uint32_t thread) {
         begin();
-        std::fprintf(file_, "{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":%u,\"args\":{\"name\":\"rank %u\"}}", rank_,
-                     rank_);
+        std::fprintf(file_, "{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":%u,\"args\":{\"name\":\"rank %u\"}}",
+                     rank_, rank_);
         begin();
-        std::fprintf(file_, "{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":%u,\"tid\":%u,\"args\":{\"name\":\"proxy %u\"}}",
+        std::fprintf(file_,
+                     "{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":%u,\"tid\":%u,\"args\":{\"name\":\"proxy %u\"}}",
                      rank_, thread, thread);
     }
 
@@ -31,9 +32,10 @@ public:
                  uint32_t peer, uint64_t bytes) {
         begin();
         std::fprintf(file_,
-                     "{\"ph\":\"%c\",\"cat\":\"command\",\"id\":\"%u.%u.%" PRIu64 "\",\"name\":\"%s\",\"pid\":%u,"
-                     "\"tid\":%u,\"ts\":%.3f,\"args\":{\"ring\":%u,\"ticket\":%" PRIu64 ",\"peer\":%u,\"bytes\":%" PRIu64
-                     "}}",
+                     "{\"ph\":\"%c\",\"cat\":\"command\",\"id\":\"%u.%u.%" PRIu64
+                     "\",\"name\":\"%s\",\"pid\":%u,"
+                     "\"tid\":%u,\"ts\":%.3f,\"args\":{\"ring\":%u,\"ticket\":%" PRIu64
+                     ",\"peer\":%u,\"bytes\":%" PRIu64 "}}",
                      phase, rank_, ring, ticket, what, rank_, thread, microseconds(time_ns), ring, ticket, peer, bytes);
     }
 
@@ -45,7 +47,7 @@ public:
                      what, rank_, thread, microseconds(time_ns), signal, value, peer);
     }
 
-private:
+  private:
     void begin() {
         std::fputs(first_ ? "\n" : ",\n", file_);
         first_ = false;
@@ -61,35 +63,38 @@ void write_recorder(Writer &writer, uint32_t thread, const TraceRecorder &record
     std::map<uint32_t, uint64_t> looked;  // by ring: when it was last seen empty
     recorder.visit([&](const TraceEvent &event) {
         switch (event.kind) {
-        case TraceKind::kLook:
-            looked[event.ring] = event.time_ns;
-            return;
-        case TraceKind::kPopped: {
-            // The device's clock is not this one: a push is known to lie between two looks.
-            const auto look = looked.find(event.ring);
-            if (look != looked.end()) {
-                writer.command('b', "pushed", look->second, thread, event.ring, event.number, event.peer, event.bytes);
-                writer.command('e', "pushed", event.time_ns, thread, event.ring, event.number, event.peer, event.bytes);
-                looked.erase(look);
+            case TraceKind::kLook:
+                looked[event.ring] = event.time_ns;
+                return;
+            case TraceKind::kPopped: {
+                // The device's clock is not this one: a push is known to lie between two looks.
+                const auto look = looked.find(event.ring);
+                if (look != looked.end()) {
+                    writer.command('b', "pushed", look->second, thread, event.ring, event.number, event.peer,
+                                   event.bytes);
+                    writer.command('e', "pushed", event.time_ns, thread, event.ring, event.number, event.peer,
+                                   event.bytes);
+                    looked.erase(look);
+                }
+                writer.command('b', "command", event.time_ns, thread, event.ring, event.number, event.peer,
+                               event.bytes);
+                return;
             }
-            writer.command('b', "command", event.time_ns, thread, event.ring, event.number, event.peer, event.bytes);
-            return;
-        }
-        case TraceKind::kPosted:
-        case TraceKind::kCompleted: {
-            const bool posted = event.kind == TraceKind::kPosted;
-            for (uint32_t i = 0; i < event.extra; ++i) {
-                writer.command(posted ? 'n' : 'e', posted ? "posted" : "command", event.time_ns, thread, event.ring,
-                               event.number + i, event.peer, event.bytes);
+            case TraceKind::kPosted:
+            case TraceKind::kCompleted: {
+                const bool posted = event.kind == TraceKind::kPosted;
+                for (uint32_t i = 0; i < event.extra; ++i) {
+                    writer.command(posted ? 'n' : 'e', posted ? "posted" : "command", event.time_ns, thread, event.ring,
+                                   event.number + i, event.peer, event.bytes);
+                }
+                return;
             }
-            return;
-        }
-        case TraceKind::kSignalled:
-            writer.instant("signal sent", event.time_ns, thread, event.ring, event.number, event.peer);
-            return;
-        case TraceKind::kRaised:
-            writer.instant("signal raised", event.time_ns, thread, event.ring, event.number, event.peer);
-            return;
+            case TraceKind::kSignalled:
+                writer.instant("signal sent", event.time_ns, thread, event.ring, event.number, event.peer);
+                return;
+            case TraceKind::kRaised:
+                writer.instant("signal raised", event.time_ns, thread, event.ring, event.number, event.peer);
+                return;
         }
     });
 }

@@ -30,7 +30,7 @@ struct TraceEvent {
 };
 
 class TraceRecorder {
-public:
+  public:
     static constexpr uint64_t kEvents = 1u << 18;  // per proxy, 10 MB; the newest are kept
 
     TraceRecorder() { events_.reserve(kEvents); }
@@ -52,7 +52,7 @@ public:
         }
     }
 
-private:
+  private:
     std::vector<TraceEvent> events_;
     uint64_t dropped_ = 0;
 };

@@ -48,22 +48,25 @@ bool write_once(Verdict *entry, const Verdict &verdict) {
 
 int severity(uint32_t reason) {
     switch (static_cast<Reason>(reason)) {
-    case Reason::kDead:
-        return 0;
-    case Reason::kBadCommand:
-    case Reason::kMismatch:
-    case Reason::kProtocol:
-    case Reason::kTransport:
-        return 1;
-    default:
-        return 2;
+        case Reason::kDead:
+            return 0;
+        case Reason::kBadCommand:
+        case Reason::kMismatch:
+        case Reason::kProtocol:
+        case Reason::kTransport:
+            return 1;
+        default:
+            return 2;
     }
 }
 
 }  // namespace
 
 Verdicts::Verdicts(uint32_t rank, const Layout &layout, uint64_t control, std::vector<uint64_t> peer_controls)
-    : rank_(rank), layout_(layout), control_(control), peer_controls_(std::move(peer_controls)),
+    : rank_(rank),
+      layout_(layout),
+      control_(control),
+      peer_controls_(std::move(peer_controls)),
       looks_(layout.num_ranks, 0) {
     peer_controls_.resize(layout.num_ranks, 0);
     peer_controls_[rank] = 0;
@@ -91,8 +94,7 @@ void Verdicts::spread(const Verdict &verdict) {
     for (uint32_t peer = 0; peer < layout_.num_ranks; ++peer) {
         if (peer_controls_[peer] != 0) {
             write_once(entry_in(peer_controls_[peer], verdict.reporter), verdict);
-            StdAtomics::store_release_system(
-                &reinterpret_cast<ControlHeader *>(peer_controls_[peer])->aborted, 1);
+            StdAtomics::store_release_system(&reinterpret_cast<ControlHeader *>(peer_controls_[peer])->aborted, 1);
         }
     }
     StdAtomics::store_release_system(&header()->aborted, 1);

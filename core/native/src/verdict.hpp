@@ -13,7 +13,7 @@
 namespace uccl_ep {
 
 class Verdicts {
-public:
+  public:
     // `peer_controls[r]` is the address of rank r's control window in this process, 0 where it cannot be
     // loaded and stored (then the engine carries verdicts through the transport).
     Verdicts(uint32_t rank, const Layout &layout, uint64_t control, std::vector<uint64_t> peer_controls);
@@ -46,7 +46,7 @@ public:
     // Whether the peer said that it closed its buffer, in its header or in its notice.
     bool peer_closed(uint32_t peer) const;
 
-private:
+  private:
     Verdict *entry_in(uint64_t control, uint32_t reporter) const;
     void spread(const Verdict &verdict);
 

@@ -70,28 +70,28 @@ inline int run_all() {
 
 }  // namespace check
 
-#define TEST(name)                                                  \
-    static void test_##name();                                      \
+#define TEST(name)                                                    \
+    static void test_##name();                                        \
     static const check::Register register_##name(#name, test_##name); \
     static void test_##name()
-#define CHECK(condition)                                   \
-    do {                                                   \
-        if (!(condition)) {                                \
-            check::fail(__FILE__, __LINE__, #condition);   \
-        }                                                  \
+#define CHECK(condition)                                 \
+    do {                                                 \
+        if (!(condition)) {                              \
+            check::fail(__FILE__, __LINE__, #condition); \
+        }                                                \
     } while (false)
 #define CHECK_EQ(a, b) check::equal((a), (b), #a " == " #b, __FILE__, __LINE__)
-#define CHECK_THROWS(expression)                                              \
-    do {                                                                      \
-        bool thrown = false;                                                  \
-        try {                                                                 \
-            (void)(expression);                                               \
-        } catch (const std::exception &) {                                    \
-            thrown = true;                                                    \
-        }                                                                     \
-        if (!thrown) {                                                        \
-            check::fail(__FILE__, __LINE__, #expression " raised nothing");   \
-        }                                                                     \
+#define CHECK_THROWS(expression)                                            \
+    do {                                                                    \
+        bool thrown = false;                                                \
+        try {                                                               \
+            (void)(expression);                                             \
+        } catch (const std::exception &) {                                  \
+            thrown = true;                                                  \
+        }                                                                   \
+        if (!thrown) {                                                      \
+            check::fail(__FILE__, __LINE__, #expression " raised nothing"); \
+        }                                                                   \
     } while (false)
-#define CHECK_MAIN()                  \
+#define CHECK_MAIN() \
     int main() { return check::run_all(); }

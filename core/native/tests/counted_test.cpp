@@ -17,8 +17,8 @@ struct Write {
 std::vector<Write> message_writes(const ImmediateCodec &codec, uint32_t signal, uint64_t message, uint32_t writes) {
     std::vector<Write> list;
     for (uint32_t i = 0; i < writes; ++i) {
-        list.push_back(Write{message, codec.encode(Immediate{signal, static_cast<uint32_t>(message % kEpochs), i,
-                                                             i + 1 == writes})});
+        list.push_back(Write{
+            message, codec.encode(Immediate{signal, static_cast<uint32_t>(message % kEpochs), i, i + 1 == writes})});
     }
     return list;
 }

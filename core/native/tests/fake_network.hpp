@@ -24,7 +24,7 @@ struct Behaviour {
 };
 
 class Network {
-public:
+  public:
     Network(uint32_t num_ranks, uint32_t lanes, const Behaviour &behaviour, uint64_t seed)
         : behaviour_(behaviour), random_(seed), lanes_(lanes) {
         for (uint32_t rank = 0; rank < num_ranks; ++rank) {
@@ -62,7 +62,7 @@ public:
     uint64_t largest_batch() const { return largest_batch_; }
     uint64_t most_posted() const { return most_posted_; }
 
-private:
+  private:
     struct Node {
         Network *network;
         uint32_t rank;

@@ -29,7 +29,9 @@ struct Host {
     Host(uint32_t rank_of_host, const Layout &shape, const uccl_ep_transport_ops *ops, PlanKind plan,
          const TransportLimits &limits, uint32_t num_proxies, uint32_t num_rings, uint64_t capacity,
          const EngineOptions &options = {})
-        : rank(rank_of_host), layout(shape), data(SharedMemory::create(layout.data_bytes(), false)),
+        : rank(rank_of_host),
+          layout(shape),
+          data(SharedMemory::create(layout.data_bytes(), false)),
           control(SharedMemory::create(layout.control_bytes(), false)),
           ring_memory(SharedMemory::create(Channel::host_bytes(num_rings, capacity), false)),
           state_memory(SharedMemory::create(Channel::state_bytes(num_rings), false)),
@@ -48,8 +50,7 @@ struct Host {
         }
         shared->channel = std::make_shared<Channel>(num_rings, capacity, ring_memory.pointer(), ring_memory.pointer(),
                                                     state_memory.pointer());
-        shared->verdicts =
-            std::make_shared<Verdicts>(rank, layout, control.pointer(), std::vector<uint64_t>{});
+        shared->verdicts = std::make_shared<Verdicts>(rank, layout, control.pointer(), std::vector<uint64_t>{});
         shared->num_proxies = num_proxies;
     }
 

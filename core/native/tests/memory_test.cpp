@@ -53,7 +53,7 @@ TEST(a_peer_cannot_shrink_it) {
     SharedMemory memory = SharedMemory::create(8192, false);
     int32_t fd = -1;
     std::memcpy(&fd, memory.handle().data() + 20, sizeof(fd));
-    struct stat status {};
+    struct stat status{};
     CHECK_EQ(fstat(fd, &status), 0);
     CHECK_EQ(status.st_mode & 0777u, 0600u);
     CHECK(ftruncate(fd, 0) != 0);

@@ -41,13 +41,27 @@ TEST(each_field_alone_touches_no_other) {
             Command rises = kZero;
             Command falls = kFull;
             switch (field) {
-            case 0: rises.operation = kFull.operation, falls.operation = kZero.operation; break;
-            case 1: rises.peer = kFull.peer, falls.peer = 0; break;
-            case 2: rises.signal = kFull.signal, falls.signal = 0; break;
-            case 3: rises.bytes = kFull.bytes, falls.bytes = 0; break;
-            case 4: rises.local_offset = kFull.local_offset, falls.local_offset = 0; break;
-            case 5: rises.remote_offset = kFull.remote_offset, falls.remote_offset = 0; break;
-            default: rises.value = kFull.value, falls.value = 0; break;
+                case 0:
+                    rises.operation = kFull.operation, falls.operation = kZero.operation;
+                    break;
+                case 1:
+                    rises.peer = kFull.peer, falls.peer = 0;
+                    break;
+                case 2:
+                    rises.signal = kFull.signal, falls.signal = 0;
+                    break;
+                case 3:
+                    rises.bytes = kFull.bytes, falls.bytes = 0;
+                    break;
+                case 4:
+                    rises.local_offset = kFull.local_offset, falls.local_offset = 0;
+                    break;
+                case 5:
+                    rises.remote_offset = kFull.remote_offset, falls.remote_offset = 0;
+                    break;
+                default:
+                    rises.value = kFull.value, falls.value = 0;
+                    break;
             }
             round_trip(rises, phase);
             round_trip(falls, phase);

@@ -34,9 +34,9 @@ double measure(uint64_t contiguous, uint64_t rounds) {
             const bool last = (i + 1) % contiguous == 0;
             value += i % contiguous == 0 ? 1 : 0;
             const uint64_t offset = contiguous == 1 ? 128 * (i % 64) : 64 * (i % contiguous);
-            ring_push<StdAtomics>(view, Command{last ? Operation::kWriteSignal : Operation::kWrite, 1, name, 64, offset,
-                                                offset, value},
-                                  [] { return false; });
+            ring_push<StdAtomics>(
+                view, Command{last ? Operation::kWriteSignal : Operation::kWrite, 1, name, 64, offset, offset, value},
+                [] { return false; });
         }
         const uint64_t start = cpu_ns();
         while (StdAtomics::load_acquire_system(view.completed) != (round + 1) * kCapacity) {

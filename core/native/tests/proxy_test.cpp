@@ -17,8 +17,8 @@ struct Pair {
         limits.lanes = proxies;
         limits.send_queue_depth = behaviour.depth;
         for (uint32_t rank = 0; rank < 2; ++rank) {
-            hosts.push_back(std::make_unique<Host>(rank, test_layout(2, 4), network.ops(rank), plan, limits, proxies,
-                                                   4, 16, options));
+            hosts.push_back(std::make_unique<Host>(rank, test_layout(2, 4), network.ops(rank), plan, limits, proxies, 4,
+                                                   16, options));
             network.region(rank, UCCL_EP_REGION_DATA, hosts[rank]->data.pointer());
             network.region(rank, UCCL_EP_REGION_CONTROL, hosts[rank]->control.pointer());
         }
@@ -341,7 +341,8 @@ TEST(contiguous_commands_of_a_message_merge_and_no_others) {
     host.engine = std::make_unique<Engine>(host.shared);
     const uint32_t name = host.data_signal(0, 0);
     for (uint64_t i = 0; i < 10; ++i) {
-        host.push(0, Command{i == 9 ? Operation::kWriteSignal : Operation::kWrite, 1, name, 64, 64 * i, 4096 + 64 * i, 1});
+        host.push(0,
+                  Command{i == 9 ? Operation::kWriteSignal : Operation::kWrite, 1, name, 64, 64 * i, 4096 + 64 * i, 1});
     }
     // Contiguous, but another message.
     host.push(0, Command{Operation::kWriteSignal, 1, name, 64, 640, 4096 + 640, 2});

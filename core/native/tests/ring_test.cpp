@@ -15,7 +15,8 @@ namespace {
 
 struct Rings {
     Rings(uint32_t num_rings, uint64_t capacity)
-        : host(Channel::host_bytes(num_rings, capacity) / 64), state(Channel::state_bytes(num_rings) / 64),
+        : host(Channel::host_bytes(num_rings, capacity) / 64),
+          state(Channel::state_bytes(num_rings) / 64),
           channel(num_rings, capacity, address(host), address(host), address(state)) {}
 
     struct alignas(64) Line {
@@ -29,8 +30,13 @@ struct Rings {
 };
 
 Command numbered(uint32_t producer, uint64_t number) {
-    return Command{Operation::kWriteSignal, producer, static_cast<uint32_t>(number % kMaxSignals),
-                   number % 1000, number % kMaxWindowBytes, (number * 3) % kMaxWindowBytes, number};
+    return Command{Operation::kWriteSignal,
+                   producer,
+                   static_cast<uint32_t>(number % kMaxSignals),
+                   number % 1000,
+                   number % kMaxWindowBytes,
+                   (number * 3) % kMaxWindowBytes,
+                   number};
 }
 
 bool forever() {

@@ -40,8 +40,8 @@ struct Domain {
             pointers.push_back(memory.back().pointer());
         }
         for (uint32_t i = 0; i < num_ranks; ++i) {
-            ranks.push_back(std::make_shared<Verdicts>(i, layout, pointers[i],
-                                                       share ? pointers : std::vector<uint64_t>{}));
+            ranks.push_back(
+                std::make_shared<Verdicts>(i, layout, pointers[i], share ? pointers : std::vector<uint64_t>{}));
         }
     }
     void waits(uint32_t rank, uint32_t for_rank) {
@@ -66,17 +66,17 @@ TEST(the_dead_before_the_refused_before_the_late) {
 
 TEST(a_rank_that_accuses_nobody_is_the_culprit) {
     // 0 waits for 1, 1 for 2, 2 for 3; 3 is silent.
-    CHECK_EQ(choose_verdict({accuse(0, 1, Reason::kTimeout), accuse(1, 2, Reason::kTimeout),
-                             accuse(2, 3, Reason::kTimeout)})
-                 ->culprit,
-             3u);
+    CHECK_EQ(
+        choose_verdict({accuse(0, 1, Reason::kTimeout), accuse(1, 2, Reason::kTimeout), accuse(2, 3, Reason::kTimeout)})
+            ->culprit,
+        3u);
     // 2 is dead, 1 saw it and left, which 0 took for a second death.
     CHECK_EQ(choose_verdict({accuse(0, 1, Reason::kDead), accuse(1, 2, Reason::kDead)})->culprit, 2u);
     // A ring of accusations: the lowest rank, on every rank alike.
-    CHECK_EQ(choose_verdict({accuse(0, 2, Reason::kTimeout), accuse(2, 1, Reason::kTimeout),
-                             accuse(1, 0, Reason::kTimeout)})
-                 ->culprit,
-             0u);
+    CHECK_EQ(
+        choose_verdict({accuse(0, 2, Reason::kTimeout), accuse(2, 1, Reason::kTimeout), accuse(1, 0, Reason::kTimeout)})
+            ->culprit,
+        0u);
 }
 
 TEST(all_ranks_of_a_domain_agree_on_the_end_of_a_chain_of_waits) {
@@ -174,8 +174,8 @@ std::string identity_of(pid_t pid) {
     identity.replace(0, 8, reinterpret_cast<const char *>(&number), 8);
     std::string text;
     {
-        std::unique_ptr<FILE, int (*)(FILE *)> file(
-            fopen(("/proc/" + std::to_string(pid) + "/stat").c_str(), "r"), fclose);
+        std::unique_ptr<FILE, int (*)(FILE *)> file(fopen(("/proc/" + std::to_string(pid) + "/stat").c_str(), "r"),
+                                                    fclose);
         char buffer[1024] = {};
         (void)!fread(buffer, 1, sizeof(buffer) - 1, file.get());
         text = buffer;

@@ -103,9 +103,11 @@ int64_t Endpoint::post_writes(uint32_t lane_index, const uccl_ep_write *writes, 
         const char *source = resolve(local_, write.local_region, write.local_offset, write.bytes);
         char *target = resolve(peer.regions, write.remote_region, write.remote_offset, write.bytes);
         if (source == nullptr || target == nullptr) {
-            return i != 0 ? static_cast<int64_t>(i)
-                          : refuse(lane, source == nullptr ? "local bytes outside the region" : "outside the peer's region",
-                                   write.peer, source == nullptr ? write.local_offset : write.remote_offset, write.bytes);
+            return i != 0
+                       ? static_cast<int64_t>(i)
+                       : refuse(lane,
+                                source == nullptr ? "local bytes outside the region" : "outside the peer's region",
+                                write.peer, source == nullptr ? write.local_offset : write.remote_offset, write.bytes);
         }
         ArrivalRing *ring = nullptr;
         uint64_t tail = 0;

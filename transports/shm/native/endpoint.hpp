@@ -28,7 +28,7 @@ struct Region {
 };
 
 class Endpoint {
-public:
+  public:
     static constexpr uint64_t kQueueDepth = 1024;           // unpolled completions of one lane
     static constexpr uint64_t kBytesPerPost = 4u << 20;     // a post stops accepting after copying these
 
@@ -52,7 +52,7 @@ public:
     int32_t peer_state(uint32_t peer);
     const char *last_error(uint32_t lane) const;
 
-private:
+  private:
     struct Peer {
         std::vector<Region> regions;
         std::vector<ArrivalRing *> outgoing;  // per lane

@@ -17,13 +17,16 @@
 namespace uccl_ep {
 
 class Channel {
-public:
+  public:
     static constexpr uint64_t kLine = 64;                // bytes: nobody shares a cache line with a progress word
     static constexpr uint64_t kMaxCapacity = 1u << 20;   // commands of one ring
 
     Channel(uint32_t num_rings, uint64_t capacity, uint64_t host_pointer, uint64_t host_device_pointer,
             uint64_t state_device_pointer)
-        : num_rings_(num_rings), capacity_(capacity), host_(host_pointer), host_device_(host_device_pointer),
+        : num_rings_(num_rings),
+          capacity_(capacity),
+          host_(host_pointer),
+          host_device_(host_device_pointer),
           state_device_(state_device_pointer) {
         check(num_rings, capacity);
         if (host_pointer % kLine != 0 || host_device_pointer % kLine != 0 || state_device_pointer % kLine != 0) {
@@ -54,12 +57,15 @@ public:
         }
         const uint64_t base = ring_host(host_device_, ring);
         const uint64_t state = state_device_ + ring * kLine;
-        return RingView{reinterpret_cast<PackedCommand *>(base + 2 * kLine), reinterpret_cast<uint64_t *>(state),
-                        reinterpret_cast<uint64_t *>(state + 8),             reinterpret_cast<const uint64_t *>(base),
-                        reinterpret_cast<const uint64_t *>(base + kLine),    capacity_};
+        return RingView{reinterpret_cast<PackedCommand *>(base + 2 * kLine),
+                        reinterpret_cast<uint64_t *>(state),
+                        reinterpret_cast<uint64_t *>(state + 8),
+                        reinterpret_cast<const uint64_t *>(base),
+                        reinterpret_cast<const uint64_t *>(base + kLine),
+                        capacity_};
     }
 
-private:
+  private:
     static uint64_t ring_host_bytes(uint64_t capacity) { return 2 * kLine + capacity * sizeof(PackedCommand); }
     uint64_t ring_host(uint64_t base, uint32_t ring) const { return base + ring * ring_host_bytes(capacity_); }
 
@@ -68,8 +74,8 @@ private:
             throw std::invalid_argument("a channel needs at least 1 ring");
         }
         if (capacity < 2 || capacity > kMaxCapacity || (capacity & (capacity - 1)) != 0) {
-            throw std::invalid_argument("ring capacity " + std::to_string(capacity) +
-                                        " is no power of two from 2 to " + std::to_string(kMaxCapacity));
+            throw std::invalid_argument("ring capacity " + std::to_string(capacity) + " is no power of two from 2 to " +
+                                        std::to_string(kMaxCapacity));
         }
     }
 

@@ -27,9 +27,8 @@ enum class Arrival : uint32_t {
 };
 
 class CountedReceiver {
-public:
-    CountedReceiver(const ImmediateCodec &codec, uint32_t num_signals)
-        : codec_(codec), signals_(num_signals) {}
+  public:
+    CountedReceiver(const ImmediateCodec &codec, uint32_t num_signals) : codec_(codec), signals_(num_signals) {}
 
     // Count one arrival. `signal` receives the index it names.
     Arrival accept(uint64_t immediate, uint32_t *signal) {
@@ -74,9 +73,7 @@ public:
     }
 
     // The highest message of the signal that is complete, with all before it.
-    uint64_t complete(uint32_t signal) const {
-        return signals_[signal] == nullptr ? 0 : signals_[signal]->complete;
-    }
+    uint64_t complete(uint32_t signal) const { return signals_[signal] == nullptr ? 0 : signals_[signal]->complete; }
     // Writes counted of the next message, and how many it has (0: not announced yet). For diagnosis.
     void progress(uint32_t signal, uint64_t *seen, uint64_t *announced) const {
         const Signal *state = signals_[signal].get();
@@ -84,7 +81,7 @@ public:
         *announced = state == nullptr ? 0 : state->open[(state->complete + 1) % kEpochWindow].announced;
     }
 
-private:
+  private:
     struct Message {
         uint64_t first = 0;          // bits of the indices below 64: nearly all messages need no more
         std::vector<uint64_t> more;  // the others; keeps its capacity for the next message

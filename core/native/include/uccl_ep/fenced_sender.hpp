@@ -14,7 +14,7 @@
 namespace uccl_ep {
 
 class FencedSender {
-public:
+  public:
     // May a write of message `value` begin? False: 32 messages are under way.
     bool admit(uint64_t value) const { return value - complete_ <= kEpochWindow; }
 
@@ -46,7 +46,7 @@ public:
     bool wants_signal() const { return !in_flight_ && complete_ != written_; }
     bool quiet() const { return !in_flight_ && complete_ == written_ && complete_ == begun_; }
 
-private:
+  private:
     struct Message {
         uint32_t outstanding = 0;
         bool ended = false;

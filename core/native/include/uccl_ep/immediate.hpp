@@ -27,7 +27,7 @@ struct Immediate {
 };
 
 class ImmediateCodec {
-public:
+  public:
     // Throws std::invalid_argument where the fields do not fit.
     ImmediateCodec(uint32_t imm_bits, uint32_t num_signals) {
         while ((uint64_t{1} << signal_bits_) < num_signals) {
@@ -49,8 +49,8 @@ public:
     uint32_t index_bits() const { return index_bits_; }
 
     uint64_t encode(const Immediate &imm) const {
-        return static_cast<uint64_t>(imm.last) | (uint64_t{imm.epoch} << 1) | (uint64_t{imm.index} << (1 + kEpochBits)) |
-               (uint64_t{imm.signal} << (1 + kEpochBits + index_bits_));
+        return static_cast<uint64_t>(imm.last) | (uint64_t{imm.epoch} << 1) |
+               (uint64_t{imm.index} << (1 + kEpochBits)) | (uint64_t{imm.signal} << (1 + kEpochBits + index_bits_));
     }
     // The signal may be out of range: bits come from the wire.
     Immediate decode(uint64_t bits) const {
@@ -63,7 +63,7 @@ public:
         return imm;
     }
 
-private:
+  private:
     uint32_t signal_bits_ = 0;
     uint32_t index_bits_ = 0;
 };

@@ -9,7 +9,7 @@
 namespace uccl_ep {
 
 class NullTransport {
-public:
+  public:
     NullTransport(uint32_t lanes, uint64_t depth) : depth_(depth) {
         for (uint32_t i = 0; i < lanes; ++i) {
             lanes_.push_back(std::make_unique<Lane>());
@@ -37,7 +37,7 @@ public:
 
     const uccl_ep_transport_ops *ops() const { return &ops_; }
 
-private:
+  private:
     struct alignas(64) Lane {
         std::vector<uccl_ep_completion> done;
         uint64_t head = 0;

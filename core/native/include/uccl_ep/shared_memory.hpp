@@ -11,7 +11,7 @@
 namespace uccl_ep {
 
 class SharedMemory {
-public:
+  public:
     // Zeroed memory of `nbytes` bytes, page-aligned. Throws std::runtime_error with the remedy.
     static SharedMemory create(uint64_t nbytes, bool named);
     // Map another process's memory by its handle().
@@ -33,7 +33,7 @@ public:
     // Unmap. May be called twice; the pointer is invalid afterwards.
     void close();
 
-private:
+  private:
     SharedMemory() = default;
     void map(int fd, uint64_t nbytes);
 

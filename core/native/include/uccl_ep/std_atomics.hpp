@@ -44,7 +44,7 @@ struct StdAtomics {
         }
     }
 
-private:
+  private:
     static uint64_t load(const uint64_t *word, std::memory_order order) {
         return std::atomic_ref<uint64_t>(*const_cast<uint64_t *>(word)).load(order);
     }
