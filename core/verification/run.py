@@ -83,7 +83,7 @@ def show(rows: list[Row], console: Console) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--full", action="store_true", help="also the large configurations (about half an hour)")
+    parser.add_argument("--full", action="store_true", help="also the large configurations")
     parser.add_argument("--only", metavar="NAME", help="only the cases whose model or variant contains NAME")
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="cases at a time")
     arguments = parser.parse_args()
