@@ -19,7 +19,8 @@ class Capabilities:
     """
 
     write_order: bool = False
-    """Writes on one lane to one peer become visible there in the order posted."""
+    """Writes on one lane to one peer become visible there in the order posted. Where ``exactly_once`` is
+    false this covers the copies too: none lands after a write that was posted behind its original."""
 
     signal_order: bool = False
     """A native signal posted after writes on a lane lands after them."""
