@@ -1,0 +1,92 @@
+"""Cases for the pool of rank processes: a whole Buffer on the fake runtime, kernels run by the host backend."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import fakes
+
+import cases
+from ranks import Context
+
+_installed: dict[str, fakes.Fake] = {}
+
+
+def widest_host_lanes() -> int:
+    """The lanes nearest to those of a wavefront that the host backend was built with."""
+    for lanes in (64, 32, 1):
+        try:
+            importlib.import_module(f"uccl_ep_host._host_lanes{lanes}")
+        except ModuleNotFoundError:
+            continue
+        return lanes
+    raise AssertionError("the host backend has no kernels")
+
+
+def _install(files: fakes.FakeFiles) -> fakes.Fake:
+    """Once a process: CPU tensors for the vendor's backend, and launches that the host kernels execute."""
+    if files.vendor in _installed:
+        return _installed[files.vendor]
+    fake = fakes.Fake(files)
+    backend = fakes.backend_class(fake).__mro__[1]
+    backend.torch_device_of = classmethod(lambda cls, ordinal: fakes.CpuTorchDevice(ordinal))
+    launcher = importlib.import_module(f"uccl_ep_host._host_lanes{widest_host_lanes()}").Launcher()
+    lanes = 64 if files.vendor == "hip" else 32
+
+    def run(kernel: str, at: int, blocks: int, threads: int, shared: int) -> int:
+        parameters = ctypes.string_at(at, ctypes.sizeof(fakes.KERNELS[kernel]))
+        launcher.launch(kernel, parameters, blocks, threads // lanes, shared)
+        return 0
+
+    fake.set_launcher(run)
+    _installed[files.vendor] = fake
+    return fake
+
+
+def high_throughput(ctx: Context, *, files: fakes.FakeFiles, **arguments: Any) -> list[str]:
+    """Dispatch and combine, exact; returns the calls that the fake has seen."""
+    fake = _install(files)
+    buffer = ctx.buffer(num_rdma_bytes=16 << 20, num_nvl_bytes=16 << 20)
+    fake.journal()
+    cases.high_throughput(ctx, buffer=buffer, **arguments)
+    return fake.journal()
+
+
+def low_latency(ctx: Context, *, files: fakes.FakeFiles, **arguments: Any) -> list[str]:
+    fake = _install(files)
+    buffer = ctx.buffer(num_rdma_bytes=64 << 20)
+    fake.journal()
+    cases.low_latency(ctx, buffer=buffer, **arguments)
+    return fake.journal()
+
+
+def created_and_destroyed(ctx: Context, *, files: fakes.FakeFiles, times: int) -> list[tuple[int, int]]:
+    """Memory that is live on the fake after each life of a buffer."""
+    fake = _install(files)
+    live = []
+    for _ in range(times):
+        buffer = ctx.new_buffer(num_rdma_bytes=8 << 20)
+        buffer.destroy()
+        ctx.barrier()
+        live.append((fake.count("allocations"), fake.count("registrations")))
+    return live
+
+
+def fails_to_open(ctx: Context, *, files: fakes.FakeFiles, call: str) -> str:
+    """The error of a Buffer when a call of the driver fails on rank 1."""
+    fake = _install(files)
+    if ctx.rank == 1:
+        fake.fail_next(call, 2)
+    try:
+        ctx.new_buffer(num_rdma_bytes=8 << 20)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        fake.fail_next("", 0)
+    return "no error"
