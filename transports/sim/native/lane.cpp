@@ -25,7 +25,8 @@ Lane::Lane(Simulator &owner, uint32_t index, Bounce bounce)
       index_(index),
       bounce_(std::move(bounce)),
       last_due_(owner.num_ranks_, 0),
-      inflight_bytes_(owner.num_ranks_, 0) {}
+      inflight_bytes_(owner.num_ranks_, 0),
+      last_placed_(owner.num_ranks_, 0) {}
 
 uint64_t Lane::now() const {
     if (!faults_.microseconds) return ticks_;
@@ -277,8 +278,8 @@ bool Lane::place(const Event &event) {
         return true;
     }
     if (!event.last) return true;
-    if (flight.number < last_placed_) count(owner_.statistics_.overtakes);
-    last_placed_ = std::max(last_placed_, flight.number);
+    if (flight.number < last_placed_[peer]) count(owner_.statistics_.overtakes);
+    last_placed_[peer] = std::max(last_placed_[peer], flight.number);
     return true;
 }
 

@@ -140,13 +140,13 @@ private:
     uint32_t refusals_left_ = 0;    // of the operation that comes next
     bool refusal_drawn_ = false;
     uint64_t outstanding_ = 0;      // accepted, completion not yet polled
-    uint64_t last_placed_ = 0;      // highest number placed so far: a lower one was overtaken
     uint64_t last_arrival_due_ = 0;
     uint64_t digest_ = 0;
     std::vector<Flight> flights_;
     std::vector<uint32_t> free_flights_;
     std::vector<uint64_t> last_due_;        // by peer, where order is kept
     std::vector<uint64_t> inflight_bytes_;  // by peer
+    std::vector<uint64_t> last_placed_;     // by peer: highest number placed so far; a lower one was overtaken
     std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
     std::priority_queue<Waiting, std::vector<Waiting>, std::greater<>> waiting_;
     std::deque<uccl_ep_completion> done_;
