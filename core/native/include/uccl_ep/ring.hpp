@@ -91,7 +91,7 @@ UCCL_EP_DEVICE bool ring_wait_completed(const Ring &ring, uint64_t ticket, KeepW
 
 // Look at the command with this ticket (the consumer's own count of pops). False: not there yet.
 template <class Atomics, class Slot>
-inline bool ring_peek(const Slot *slots, uint64_t capacity, uint64_t ticket, PackedCommand *out) {
+UCCL_EP_DEVICE bool ring_peek(const Slot *slots, uint64_t capacity, uint64_t ticket, PackedCommand *out) {
     const Slot &slot = slots[ticket & (capacity - 1)];
     const uint64_t phase = phase_of_ticket(ticket, capacity);
     constexpr uint64_t kPhaseMask = uint64_t{1} << kPhaseBit;
@@ -107,7 +107,7 @@ inline bool ring_peek(const Slot *slots, uint64_t capacity, uint64_t ticket, Pac
 
 // Tell the producers that all commands before `ticket` were popped (`consumed`) or completed.
 template <class Atomics, class Word>
-inline void ring_progress(Word *word, uint64_t ticket) {
+UCCL_EP_DEVICE void ring_progress(Word *word, uint64_t ticket) {
     Atomics::store_release_system(word, ticket);
 }
 
