@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import verbs_cases
 from devices import device_of
 
-import cases
 import test_matrix
 from pairwise import pairwise
 from ranks import RankPool
 
 SMALL: dict[str, list[Any]] = {
     "topology": [(2, 1), (4, 1), (4, 2)],
-    "hidden": [64, 100, 2048],
+    "hidden": [64, 100, 1024],
     "topk": [1, 2, 4, 8],
     "experts": [8, 12, 64],
     "tokens": ["rotate0", "rotate2", "even", "first", "idle", "zero"],
@@ -43,7 +43,7 @@ WAYS = [Way("connected", "native"), Way("connected", "counted"), Way("connected"
 def rows(parameters: dict[str, list[Any]], seed: int) -> list[dict[str, Any]]:
     small = {name: SMALL.get(name, values) for name, values in parameters.items()}
     if "most" in small:
-        small["most"] = [1, 8, 128]
+        small["most"] = [1, 8, verbs_cases.MOST_TOKENS]
     found = pairwise(small, test_matrix.legal, seed=seed)
     return sorted(found, key=lambda row: row["topology"])
 
@@ -81,15 +81,15 @@ def run(ranks: RankPool, case: Any, row: dict[str, Any], options: dict[str, str]
 
 @pytest.mark.parametrize("index", range(len(HIGH_THROUGHPUT)))
 def test_high_throughput(ranks: RankPool, options: dict[str, str], index: int) -> None:
-    run(ranks, cases.high_throughput, HIGH_THROUGHPUT[index], options, index)
+    run(ranks, verbs_cases.high_throughput, HIGH_THROUGHPUT[index], options, index)
 
 
 @pytest.mark.parametrize("index", range(len(LOW_LATENCY)))
 def test_low_latency(ranks: RankPool, options: dict[str, str], index: int) -> None:
-    run(ranks, cases.low_latency, {**LOW_LATENCY[index], "dtype": "bf16"}, options, index)
+    run(ranks, verbs_cases.low_latency, {**LOW_LATENCY[index], "dtype": "bf16"}, options, index)
 
 
 def test_the_plan_and_device_in_use_are_shown(ranks: RankPool, options: dict[str, str]) -> None:
-    for shown in ranks.run("verbs_cases:describe", ranks=2, domain=1, options=options):
+    for shown in ranks.run(verbs_cases.describe, ranks=2, domain=1, options=options):
         assert options["UCCL_EP_IBVERBS_PLAN"] in shown, shown
         assert options["UCCL_EP_IBVERBS_DEVICE"] in shown, shown

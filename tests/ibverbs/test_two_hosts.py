@@ -1,0 +1,81 @@
+"""Two hosts: two guests, each with a kernel of its own, and a link between them that loses and reorders packets.
+
+Runs on the host that starts the guests. The kernel must have been built (``make softroce`` does).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOFTROCE = ROOT / "transports/ibverbs/softroce"
+SCRIPT = Path(__file__).with_name("two_hosts.py")
+WAYS = [("rxe0", "native"), ("rxe0", "counted"), ("siw0", "fenced")]
+BAD_LINK = "delay 1ms reorder 25% 50% loss 1%"
+START_S = 240.0  # for two guests to boot and import torch on a busy machine
+
+
+def _guest() -> Any:
+    spec = importlib.util.spec_from_file_location("softroce_guest", SOFTROCE / "guest.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["softroce_guest"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def guest() -> Any:
+    if os.environ.get("JOB"):
+        pytest.skip("this is a guest; the tests of two hosts start their own")
+    if sys.platform != "linux" or shutil.which("taskset") is None:
+        pytest.skip("guests need Linux and taskset")
+    built = subprocess.run([str(SOFTROCE / "build_kernel.sh"), "--only-cached"], capture_output=True, text=True)
+    if built.returncode != 0:
+        reason = f"no kernel for the guests yet ({built.stderr.strip()}): run 'make softroce'"
+        (pytest.fail if os.environ.get("SOFTROCE_GUEST") else pytest.skip)(reason)
+    return _guest()
+
+
+def run(guest: Any, way: tuple[str, str], netem: str, arguments: str, limit_s: float, timeout_s: float) -> list[str]:
+    """What both ranks printed; fails with all that they printed where one does not end with 0."""
+    device, plan = way
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "UCCL_EP_TRANSPORT": "ibverbs",
+        "UCCL_EP_IBVERBS_DEVICE": device,
+        "UCCL_EP_IBVERBS_PLAN": plan,
+        "UCCL_EP_IBVERBS_TIMEOUT": "12",  # 17 ms: a lost packet costs little, seven losses in a row are an error
+        "UCCL_EP_TIMEOUT_S": str(timeout_s),
+    }
+    spoil = f"tc qdisc add dev vec0 root netem {netem}" if netem else "true"
+    command = f"{spoil} && exec timeout {limit_s} {sys.executable} {SCRIPT} {arguments}"
+    results = guest.run([command, command], timeout_s=START_S + limit_s, memory="3G", env=settings)
+    logs = "\n".join(f"--- node {it.node} ended with {it.status}\n{it.log}" for it in results)
+    assert [it.status for it in results] == [0, 0], logs
+    return [it.log for it in results]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way))
+def test_exact_over_a_bad_link(guest: Any, way: tuple[str, str]) -> None:
+    number = 1000
+    for log in run(guest, way, BAD_LINK, f"steps {number}", limit_s=1200, timeout_s=120):
+        assert f"exact for {number} steps over {way[1]}" in log
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way))
+def test_a_cut_link_names_the_peer(guest: Any, way: tuple[str, str]) -> None:
+    timeout_s = 10.0
+    # Beyond the time-out itself: the other rank's verdict cannot arrive, and the machine may be busy.
+    for node, log in enumerate(run(guest, way, "", f"cut 20 {timeout_s + 10}", limit_s=600, timeout_s=timeout_s)):
+        assert f"rank {1 - node}" in log
+        assert "destroyed in" in log

@@ -1,0 +1,152 @@
+"""One rank of two, each alone in its guest; test_two_hosts.py starts both. Not a test by itself.
+
+two_hosts.py steps NUMBER      dispatch and combine, every step checked bit for bit
+two_hosts.py cut STEP SECONDS  the same, but at that step both ends of the link fall silent
+two_hosts.py speed DEVICE      message rate and latency of the bare transport
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+import torch
+import torch.distributed as dist
+
+import cases
+from ranks import Context
+from uccl_ep import Buffer
+from uccl_ep_core.errors import PeerFailure
+
+NODE = int(os.environ["NODE"])
+HIDDEN, TOPK, EXPERTS, MOST = 64, 2, 8, 8
+
+
+def join() -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "vec0"
+    torch.set_num_threads(1)
+    # Packets get lost: the group gets far more time than the library is given.
+    dist.init_process_group(
+        "gloo", init_method="tcp://10.7.0.1:29500", rank=NODE, world_size=2, timeout=timedelta(seconds=300)
+    )
+
+
+def make_buffer() -> Any:
+    nbytes = Buffer.get_low_latency_rdma_size_hint(MOST, HIDDEN, 2, EXPERTS)
+    return Buffer(dist.group.WORLD, num_rdma_bytes=nbytes, low_latency_mode=True)
+
+
+class Steps:
+    """A low-latency dispatch and combine on inputs that repeat, with the right result computed once."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.buffer = buffer
+        ctx = Context(NODE, 2, dist.group.WORLD, 1, {}, {})
+        self.ctx = ctx
+        self.expected: dict[int, Any] = {}
+        self.inputs = [
+            cases.make_inputs(2, [5 + seed % 4, 8 - seed % 3], hidden=HIDDEN, experts=EXPERTS, topk=TOPK, seed=seed)
+            for seed in range(4)
+        ]
+
+    def step(self, number: int) -> None:
+        """Runs and checks one step; the first of each kind against the reference, later ones against that."""
+        if number % 50 == 0:
+            cases.high_throughput(
+                self.ctx, hidden=HIDDEN, topk=TOPK, experts=EXPERTS, tokens=[40, 23], seed=number, buffer=self.buffer
+            )
+        kind = number % len(self.inputs)
+        if kind not in self.expected:
+            tokens = [x.shape[0] for x in self.inputs[kind].xs]
+            cases.low_latency(
+                self.ctx, hidden=HIDDEN, topk=TOPK, experts=EXPERTS, most=MOST, tokens=tokens, seed=kind,
+                buffer=self.buffer,
+            )  # fmt: skip
+        found = self._low_latency(kind)
+        expected = self.expected.setdefault(kind, found)
+        for what, got, want in zip(("recv_count", "recv_x", "combined_x"), found, expected, strict=True):
+            if not torch.equal(got, want):
+                raise AssertionError(f"step {number}: {what} differs from that of earlier steps of this kind")
+
+    def _low_latency(self, kind: int) -> tuple[torch.Tensor, ...]:
+        inputs = self.inputs[kind]
+        assert inputs.weights is not None
+        recv, count, handle, _, hook = self.buffer.low_latency_dispatch(
+            inputs.xs[NODE], inputs.ids[NODE], MOST, EXPERTS, use_fp8=False, return_recv_hook=True
+        )
+        hook()
+        used = torch.arange(recv.shape[1])[None, :] < count[:, None]
+        y = torch.zeros_like(recv)
+        y[used] = recv[used] * 2
+        combined, _, hook = self.buffer.low_latency_combine(
+            y, inputs.ids[NODE], inputs.weights[NODE], handle, return_recv_hook=True
+        )
+        hook()
+        # Rows of a block come in any order of arrival of their ranks, but each rank's own block is fixed.
+        return count.clone(), y[used].sort(0).values, combined.clone()
+
+
+def steps(number: int) -> None:
+    join()
+    buffer = make_buffer()
+    described = buffer.describe()
+    work = Steps(buffer)
+    start = time.monotonic()
+    for index in range(number):
+        work.step(index)
+    dist.barrier()
+    buffer.destroy()
+    print(f"exact for {number} steps over {described['plan']['name']} in {time.monotonic() - start:.1f} s", flush=True)
+
+
+def until_failure(work: Steps, at: int) -> tuple[PeerFailure, float]:
+    """Steps until the peer is called failed; what was said, and how long after the link was cut."""
+    silent_since = 0.0
+    index = 0
+    while True:
+        if index == at:
+            dist.barrier()
+            subprocess.run(["tc", "qdisc", "replace", "dev", "vec0", "root", "netem", "loss", "100%"], check=True)
+            silent_since = time.monotonic()
+        try:
+            work.step(index)
+        except PeerFailure as failure:
+            if not silent_since:
+                raise
+            return failure, time.monotonic() - silent_since
+        index += 1
+
+
+def cut(at: int, limit_s: float) -> None:
+    join()
+    buffer = make_buffer()
+    work = Steps(buffer)
+    failure, took = until_failure(work, at)
+    print(f"after {took:.1f} s: {failure}", flush=True)
+    assert failure.rank == 1 - NODE, failure
+    assert took < limit_s, f"{took:.1f} s after the cut, {limit_s} s were given"
+    start = time.monotonic()
+    buffer.destroy()
+    print(f"destroyed in {time.monotonic() - start:.1f} s", flush=True)
+
+
+def main() -> None:
+    if sys.argv[1] == "steps":
+        steps(int(sys.argv[2]))
+    elif sys.argv[1] == "cut":
+        cut(int(sys.argv[2]), float(sys.argv[3]))
+    else:
+        raise SystemExit(f"{sys.argv[1]} is neither steps nor cut")
+    # The process group is left as it is: after a cut its destructor would wait for the other rank.
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
