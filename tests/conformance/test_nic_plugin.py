@@ -66,6 +66,13 @@ def test_c_version_passes_the_kit(installed: Path) -> None:
     assert report.passed, [f"{result.check}: {result.message}" for result in report.broken]
 
 
+@pytest.mark.parametrize("profile", ["srd", "iwarp"])
+def test_the_simulator_wraps_it_too(installed: Path, profile: str) -> None:
+    checks = ["placement", "completions", "imm_bits", "imm_after_payload", "delivery_complete", "exactly_once"]
+    report = run("sim", {"inner": "socketnic", "profile": profile}, seeds=[1], checks=checks)
+    assert report.passed, [f"{result.check}: {result.message}" for result in report.broken]
+
+
 def both_modes(ctx: Context) -> str:
     """One case of each mode over whatever transport the environment names."""
     buffer = ctx.new_buffer(num_rdma_bytes=8 << 20)
