@@ -14,6 +14,7 @@ import pytest
 
 import cases
 from ranks import Context, RankPool
+from uccl_ep_core import registry
 from uccl_ep_core.conformance import run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "nic_plugin"
@@ -32,8 +33,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     sys.path.insert(0, str(target))
+    registry.refresh()
     yield target
     sys.path.remove(str(target))
+    registry.refresh()
     for name in [name for name in sys.modules if name.partition(".")[0] == "socketnic"]:
         del sys.modules[name]
 

@@ -26,6 +26,7 @@ class Session:
         options: the transport's options; text values are parsed.
         seeds: seeds to try; where the transport itself has an option ``seed`` that is not given, it gets them too.
         limit_s: how long anything may take that has to happen.
+        hang_s: how long a whole check may take before a call is held to hang; None: plenty.
     """
 
     def __init__(
@@ -34,11 +35,13 @@ class Session:
         options: Mapping[str, Any] | None = None,
         seeds: Iterable[int] = (1, 2, 3),
         limit_s: float = 10.0,
+        hang_s: float | None = None,
     ) -> None:
         self.transport = transport
         self.given = dict(options or {})
         self.seeds = tuple(seeds)
         self.limit_s = limit_s
+        self.hang_s = 6 * limit_s + 30 if hang_s is None else hang_s
         declared = dict(SHARED_TRANSPORT_OPTIONS) | dict(transport_class(transport).OPTIONS)
         unknown = [name for name in self.given if name not in declared]
         if unknown:
@@ -109,7 +112,7 @@ class Session:
             "options": self.options | ({"seed": seed} if self._passes_seed else {}),
             "settings": {"limit_s": self.limit_s},
         }
-        outcome, message = group.run(request, 6 * self.limit_s + 30)
+        outcome, message = group.run(request, self.hang_s)
         if check.name == "table" and outcome == "kept":
             self.capabilities = Capabilities(**json.loads(message))
             message = ""
@@ -128,6 +131,7 @@ def run(
     seeds: Iterable[int] = (1, 2, 3),
     checks: Iterable[str] = (),
     limit_s: float = 10.0,
+    hang_s: float | None = None,
     on_result: Callable[[Result], None] | None = None,
 ) -> Report:
     """Test a transport.
@@ -138,6 +142,7 @@ def run(
         seeds: seeds to try.
         checks: names of the checks to run; none: all.
         limit_s: how long anything may take that has to happen, e.g. noticing a dead peer.
+        hang_s: how long a whole check may take before a call is held to hang; None: plenty.
         on_result: called with each result as it comes.
     """
     wanted = list(checks) or list(CHECKS)
@@ -145,7 +150,7 @@ def run(
         if name not in CHECKS:
             raise ConfigurationError(f"check {name!r} is unknown: {did_you_mean(name, CHECKS)}")
     results = []
-    with Session(transport, options, seeds, limit_s) as session:
+    with Session(transport, options, seeds, limit_s, hang_s) as session:
         for name in wanted:
             result = session.run(CHECKS[name])
             results.append(result)
