@@ -26,6 +26,10 @@
 #include "bulk_copy.hpp"
 #include "staging.hpp"
 #include "vector_copy.hpp"
+#include "vector_run.hpp"
+
+// How core/kernels/numerics.hpp sums.
+#define UCCL_EP_DEVICE_RUN ::uccl_ep::device::VectorRun
 
 // nvcc parses this once for the CPU side, where there is no architecture and nothing is called.
 #ifndef __CUDA_ARCH__
@@ -39,7 +43,6 @@ __device__ uint64_t staged_copy(uint8_t *destination, const uint8_t *source, uin
 namespace uccl_ep::device {
 
 inline constexpr uint32_t kWarpSize = 32;
-inline constexpr uint32_t kReduceElements = 8;  // 16 bytes of bf16
 using LaneMask = uint64_t;
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
 

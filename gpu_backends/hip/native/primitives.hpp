@@ -29,11 +29,14 @@
 #include "uccl_ep/integers.hpp"
 
 #include "vector_copy.hpp"
+#include "vector_run.hpp"
+
+// How core/kernels/numerics.hpp sums.
+#define UCCL_EP_DEVICE_RUN ::uccl_ep::device::VectorRun
 
 namespace uccl_ep::device {
 
 inline constexpr uint32_t kWarpSize = detail::kWavefront;
-inline constexpr uint32_t kReduceElements = 8;  // 16 bytes of bf16
 using LaneMask = uint64_t;
 
 // ---- where am I ----
