@@ -32,73 +32,92 @@ UCCL_EP_DEVICE uint8_t float_to_float8(float value) {
 
 // Element types of a payload, with the type in which sums are accumulated.
 struct Bfloat16 {
+    static constexpr bool kIsBfloat16 = true;
     using Storage = uint16_t;
     using Accumulator = float;
     UCCL_EP_DEVICE static float load(uint16_t bits) { return bfloat16_to_float(bits); }
     UCCL_EP_DEVICE static uint16_t store(float value) { return float_to_bfloat16(value); }
 };
 struct Float16 {
+    static constexpr bool kIsBfloat16 = false;
     using Storage = uint16_t;
     using Accumulator = float;
     UCCL_EP_DEVICE static float load(uint16_t bits) { return device::half_to_float(bits); }
     UCCL_EP_DEVICE static uint16_t store(float value) { return device::float_to_half(value); }
 };
 struct Float32 {
+    static constexpr bool kIsBfloat16 = false;
     using Storage = float;
     using Accumulator = float;
     UCCL_EP_DEVICE static float load(float value) { return value; }
     UCCL_EP_DEVICE static float store(float value) { return value; }
 };
 struct Float64 {
+    static constexpr bool kIsBfloat16 = false;
     using Storage = double;
     using Accumulator = double;
     UCCL_EP_DEVICE static double load(double value) { return value; }
     UCCL_EP_DEVICE static double store(double value) { return value; }
 };
 
-// The three steps of a run of sums. A full run has a constant length, which lets a CPU compiler make
-// vector code; `count` is below kRun only at the end of a row.
-template <class Element, uint32_t kRun, bool kWeighted>
-UCCL_EP_DEVICE void add_run(typename Element::Accumulator *__restrict__ sums,
-                            const typename Element::Storage *__restrict__ from,
-                            typename Element::Accumulator factor, uint32_t count) {
-    const auto add = [&](uint32_t i) {
-        const typename Element::Accumulator value = Element::load(from[i]);
-        sums[i] += kWeighted ? value * factor : value;
-    };
-    if (count == kRun) {
-        for (uint32_t i = 0; i < kRun; ++i) add(i);
-    } else {
-        for (uint32_t i = 0; i < count; ++i) add(i);
+// The sums of one run of elements, in one lane: 16 bytes of bf16 a load.
+template <class Element>
+class ScalarRun {
+  public:
+    static constexpr uint32_t kElements = 8;
+    UCCL_EP_DEVICE void clear() {
+        for (uint32_t i = 0; i < kElements; ++i) sums_[i] = 0;
     }
-}
+    template <bool kWeighted>
+    UCCL_EP_DEVICE void add(const typename Element::Storage *from, typename Element::Accumulator factor) {
+        for (uint32_t i = 0; i < kElements; ++i) {
+            const typename Element::Accumulator value = Element::load(from[i]);
+            sums_[i] += kWeighted ? value * factor : value;
+        }
+    }
+    UCCL_EP_DEVICE void store(typename Element::Storage *to) const {
+        for (uint32_t i = 0; i < kElements; ++i) to[i] = Element::store(sums_[i]);
+    }
 
-template <class Element, uint32_t kRun>
-UCCL_EP_DEVICE void store_run(typename Element::Storage *__restrict__ to,
-                              const typename Element::Accumulator *__restrict__ sums, uint32_t count) {
-    if (count == kRun) {
-        for (uint32_t i = 0; i < kRun; ++i) to[i] = Element::store(sums[i]);
-    } else {
-        for (uint32_t i = 0; i < count; ++i) to[i] = Element::store(sums[i]);
-    }
-}
+  private:
+    typename Element::Accumulator sums_[kElements];
+};
+
+// A backend whose primitives know a faster form with the same bits names it.
+#ifdef UCCL_EP_DEVICE_RUN
+template <class Element>
+using Run = UCCL_EP_DEVICE_RUN<Element>;
+#else
+template <class Element>
+using Run = ScalarRun<Element>;
+#endif
 
 // out[i] = round(sum over terms, in order, of term j's element i), the whole warp together.
-// `term(j)` gives the row of term j, `weight(j)` its factor where kWeighted.
+// `term(j)` gives the row of term j, `weight(j)` its factor where kWeighted; both are called with j
+// increasing from 0, once for each run of elements.
 template <class Element, bool kWeighted, class Term, class Weight>
 UCCL_EP_DEVICE void sum_rows(uint8_t *out, uint32_t hidden, uint32_t num_terms, Term term, Weight weight) {
     using Storage = typename Element::Storage;
     using Accumulator = typename Element::Accumulator;
-    constexpr uint32_t kRun = device::kReduceElements;
-    for (uint32_t base = device::lane() * kRun; base < hidden; base += device::kWarpSize * kRun) {
-        const uint32_t count = hidden - base < kRun ? hidden - base : kRun;
-        Accumulator sums[kRun];
-        for (uint32_t i = 0; i < kRun; ++i) sums[i] = 0;
+    constexpr uint32_t kRun = Run<Element>::kElements;
+    auto *to = reinterpret_cast<Storage *>(out);
+    const uint32_t whole = hidden / kRun * kRun;
+    for (uint32_t base = device::lane() * kRun; base < whole; base += device::kWarpSize * kRun) {
+        Run<Element> run;
+        run.clear();
         for (uint32_t j = 0; j < num_terms; ++j) {
             const auto *from = reinterpret_cast<const Storage *>(term(j)) + base;
-            add_run<Element, kRun, kWeighted>(sums, from, kWeighted ? static_cast<Accumulator>(weight(j)) : Accumulator{1}, count);
+            run.template add<kWeighted>(from, kWeighted ? static_cast<Accumulator>(weight(j)) : Accumulator{1});
         }
-        store_run<Element, kRun>(reinterpret_cast<Storage *>(out) + base, sums, count);
+        run.store(to + base);
+    }
+    for (uint32_t i = whole + device::lane(); i < hidden; i += device::kWarpSize) {
+        Accumulator sum = 0;
+        for (uint32_t j = 0; j < num_terms; ++j) {
+            const Accumulator value = Element::load(reinterpret_cast<const Storage *>(term(j))[i]);
+            sum += kWeighted ? value * static_cast<Accumulator>(weight(j)) : value;
+        }
+        to[i] = Element::store(sum);
     }
 }
 

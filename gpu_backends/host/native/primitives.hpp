@@ -22,13 +22,15 @@
 #ifndef UCCL_EP_HOST_LANES
 #define UCCL_EP_HOST_LANES 1
 #endif
+#if UCCL_EP_HOST_LANES == 1
+#include "vector_run.hpp"
+// A lone lane sums in vector registers; many lanes sum as on a GPU, each its elements.
+#define UCCL_EP_DEVICE_RUN ::uccl_ep::host::VectorRun
+#endif
 
 namespace uccl_ep::device {
 
 inline constexpr uint32_t kWarpSize = UCCL_EP_HOST_LANES;
-// Elements that one lane reduces at a time. A lone lane takes a run long enough for the compiler's
-// vector code; many lanes take 16 bytes of bf16 each, as on a GPU.
-inline constexpr uint32_t kReduceElements = kWarpSize == 1 ? 128 : 8;
 using LaneMask = uint64_t;  // a bit a lane; wide enough for wave64
 
 // ---- where am I ----
