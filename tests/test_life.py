@@ -78,3 +78,14 @@ def test_fault_32_one_host_needs_no_nic(pool: RankPool) -> None:
     (described, _) = pool.run(fault_cases.describe, ranks=2)
     for key in ("gpu_backend", "transport", "plan", "domains"):
         assert described[key]["reason"], key
+
+
+def test_options_of_this_run_reach_buffers(pool: RankPool, pytestconfig: pytest.Config) -> None:
+    """What --transport, --plan and --lanes ask for is what the buffers of the rank processes have."""
+    described = pool.run(fault_cases.describe, ranks=2, domain=1)[0]
+    for option, key in (("--transport", "transport"), ("--plan", "plan")):
+        if pytestconfig.getoption(option) is not None:
+            assert described[key]["name"] == pytestconfig.getoption(option)
+    lanes = pytestconfig.getoption("--lanes")
+    if lanes is not None:
+        assert pool.run(fault_cases.warp_size, ranks=2) == [lanes] * 2
