@@ -7,7 +7,7 @@
 //   - a stage is filled again only after the engine has read it (wait_group.read);
 //   - `drain` waits until all stores are done, which makes them visible to this thread; a signal
 //     released after that carries them. sync_warp drains, so a copy is complete where the contract
-//     of copy() says so.
+//     of copy() says so, and until then its source must stay as it is.
 #pragma once
 
 #include "staging.hpp"
@@ -17,12 +17,18 @@
 namespace uccl_ep::device::detail {
 
 inline constexpr uint32_t kStages = 4;
-inline constexpr uint32_t kLookahead = kStages - 1;  // fetches in flight
-inline constexpr uint64_t kBulkLeast = 512;          // bytes; below, ordinary loads have the data sooner
+inline constexpr uint64_t kBulkLeast = 512;  // bytes; below, ordinary loads have the data sooner
 
+struct StagedPiece {
+    uint64_t destination;
+    uint64_t bytes;
+};
+
+// Lane 0 of the warp alone works with it.
 struct alignas(128) WarpStages {
-    uint64_t filled[kStages];  // mbarriers, one phase a fetch
-    uint32_t next;             // pieces fetched ever by this warp; lane 0 only
+    uint64_t filled[kStages];     // mbarriers, one phase a fetch
+    StagedPiece piece[kStages];   // what each stage holds, or will
+    uint32_t fetched, stored;     // pieces, ever; those between the two are on their way into a stage
 };
 static_assert(sizeof(WarpStages) == 128, "stages behind it stay aligned");
 
@@ -38,14 +44,11 @@ __device__ __forceinline__ void begin_block() {
         for (uint32_t i = 0; i < kStages; ++i) {
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&stages->filled[i])) : "memory");
         }
-        stages->next = 0;
+        stages->fetched = stages->stored = 0;
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncwarp();
 }
-
-// Wait until all stores of this thread are done. Immediate where there were none.
-__device__ __forceinline__ void drain() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 __device__ __forceinline__ void fence_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
@@ -83,44 +86,55 @@ __device__ __forceinline__ void store(void *destination, uint32_t stage, uint32_
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Lane 0: the whole pipeline of one copy. Addresses and size are multiples of 16.
-__device__ __forceinline__ void bulk_copy_pieces(uint8_t *destination, const uint8_t *source, uint64_t bytes) {
-    WarpStages *stages = warp_stages();
-    const uint32_t stage_0 = shared_address(stages + 1), filled_0 = shared_address(stages->filled);
-    const uint32_t piece = stage_bytes();
-    const uint32_t first = stages->next;
-    const uint32_t count = static_cast<uint32_t>((bytes + piece - 1) / piece);
-    const auto size_of = [&](uint32_t i) {
-        const uint64_t rest = bytes - uint64_t{i} * piece;
-        return static_cast<uint32_t>(rest < piece ? rest : piece);
-    };
-    const auto fetch_piece = [&](uint32_t i) {
-        const uint32_t place = (first + i) % kStages;
-        fetch(stage_0 + place * piece, filled_0 + place * 8, source + uint64_t{i} * piece, size_of(i));
-    };
-    // Stage of piece j was last read by the store of piece j - kStages. Stores committed so far are all
-    // before `first`, so with piece i of this copy next, kStages - 1 - i of them are newer than that one.
-    static_assert(kStages == 4, "the waits below are written out, since their count must be a constant");
-    wait_stages_read<3>();
-    fetch_piece(0);
-    if (count > 1) {
-        wait_stages_read<2>();
-        fetch_piece(1);
+// Lane 0: the oldest fetched piece goes on to its destination.
+__device__ __forceinline__ void store_oldest(WarpStages *stages, uint32_t bytes_of_stage) {
+    const uint32_t place = stages->stored % kStages;
+    const StagedPiece piece = stages->piece[place];
+    wait_filled(shared_address(&stages->filled[place]), stages->stored / kStages & 1);
+    store(reinterpret_cast<void *>(piece.destination), shared_address(stages + 1) + place * bytes_of_stage,
+          static_cast<uint32_t>(piece.bytes));
+    ++stages->stored;
+}
+
+// Lane 0: fetch a piece; it is stored when a later piece needs the room, or by drain(). So copies that
+// follow one another overlap, and a warp has three pieces on their way whatever the size of a row.
+__device__ __forceinline__ void fetch_piece(WarpStages *stages, uint32_t bytes_of_stage, uint8_t *destination,
+                                            const uint8_t *source, uint32_t bytes) {
+    if (stages->fetched - stages->stored == kStages - 1) store_oldest(stages, bytes_of_stage);
+    // The stage was last read by the store of piece fetched - kStages. Of the stores since, as many are
+    // newer as there are stages neither on their way nor this one; other stores only add to the newer.
+    switch (stages->fetched - stages->stored) {
+        case 0:
+            wait_stages_read<3>();
+            break;
+        case 1:
+            wait_stages_read<2>();
+            break;
+        default:
+            wait_stages_read<1>();
+            break;
     }
-    if (count > 2) {
-        wait_stages_read<1>();
-        fetch_piece(2);
+    static_assert(kStages == 4, "the waits above are written out, since their count must be a constant");
+    const uint32_t place = stages->fetched % kStages;
+    stages->piece[place] = {reinterpret_cast<uint64_t>(destination), bytes};
+    fetch(shared_address(stages + 1) + place * bytes_of_stage, shared_address(&stages->filled[place]), source, bytes);
+    ++stages->fetched;
+}
+
+// Lane 0. Not inlined: sync_warp is everywhere, and seldom has anything to store.
+static __device__ __noinline__ void store_all(WarpStages *stages) {
+    const uint32_t bytes_of_stage = stage_bytes();
+    while (stages->stored != stages->fetched) store_oldest(stages, bytes_of_stage);
+}
+
+// The whole warp: finish the copies of this warp. What they wrote is then visible to lane 0, and to the
+// warp when it has met.
+__device__ __forceinline__ void drain() {
+    if (lane() == 0) {
+        WarpStages *stages = warp_stages();
+        if (stages->stored != stages->fetched) store_all(stages);
+        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     }
-    for (uint32_t i = 0; i < count; ++i) {
-        const uint32_t place = (first + i) % kStages;
-        wait_filled(filled_0 + place * 8, (first + i) / kStages & 1);
-        store(destination + uint64_t{i} * piece, stage_0 + place * piece, size_of(i));
-        if (i + kLookahead < count) {
-            wait_stages_read<1>();  // all but the store above: piece i - 1 has left the stage that comes next
-            fetch_piece(i + kLookahead);
-        }
-    }
-    stages->next = first + count;
 }
 
 // The whole warp. Copies all but the last few bytes and returns how many; 0 where the addresses need
@@ -137,7 +151,13 @@ __device__ __forceinline__ uint64_t staged_copy(uint8_t *destination, const uint
         if (from_shared) {
             store(destination, shared_address(source), static_cast<uint32_t>(whole));
         } else {
-            bulk_copy_pieces(destination, source, whole);
+            WarpStages *stages = warp_stages();
+            const uint32_t bytes_of_stage = stage_bytes();
+            for (uint64_t at = 0; at < whole; at += bytes_of_stage) {
+                const uint64_t rest = whole - at;
+                fetch_piece(stages, bytes_of_stage, destination + at, source + at,
+                            static_cast<uint32_t>(rest < bytes_of_stage ? rest : bytes_of_stage));
+            }
         }
     }
     __syncwarp();

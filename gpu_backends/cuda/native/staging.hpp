@@ -28,7 +28,9 @@ __device__ __forceinline__ uint8_t *dynamic_shared() {
 
 // A multiple of 128, so that the pieces stay aligned.
 __device__ __forceinline__ uint32_t staging_bytes_of_warp() {
-    return warps_per_block() <= 8 ? kStagingBytes / 8 : kStagingBytes / 12 / 128 * 128;
+    const uint32_t warps = warps_per_block();
+    const uint32_t sharers = warps <= 2 ? 2 : warps <= 4 ? 4 : warps <= 8 ? 8 : 12;
+    return kStagingBytes / sharers / 128 * 128;
 }
 
 __device__ __forceinline__ uint8_t *staging_of_warp() {
