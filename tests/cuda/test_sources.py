@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -173,3 +174,25 @@ def test_shipped_objects_are_found_or_absent() -> None:
     (unit,) = offline_compiler("uccl_ep_cuda").units()
     folder = ROOT / "gpu_backends" / "cuda" / "uccl_ep_cuda" / "objects"
     assert find_object(folder, unit.name, "another digest", lambda architecture: True) is None
+
+
+def test_a_backend_adds_little_outside_its_folder() -> None:
+    """What a second vendor costs elsewhere; docs/backends/hip.md lists these lines."""
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listing.returncode != 0:
+        pytest.skip("not a git checkout")
+    words = re.compile(r"\b(hip|hiprtc|rocm|amd|ziglang|__HIPCC_RTC__|uccl_ep_hip)\b", re.IGNORECASE)
+    lines = []
+    for name in listing.stdout.split("\0"):
+        path = ROOT / name
+        if (
+            not path.is_file()
+            or name.startswith(("gpu_backends/hip/", "tests/", "docs/"))
+            or path.suffix in (".md", ".png")
+        ):
+            continue
+        text = path.read_text(errors="replace")
+        if name == "plugins.toml":
+            text = text[: text.index("What follows is written by")]  # generated from the plugin's own declaration
+        lines += [f"{name}: {line}" for line in text.splitlines() if words.search(line)]
+    assert 0 < len(lines) <= 12, "\n".join(lines)

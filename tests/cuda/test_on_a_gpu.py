@@ -1,0 +1,72 @@
+"""Dispatch and combine on real GPUs (CUDA, or ROCm under torch's same name), exact. Skipped where there is none.
+
+Several ranks may share a GPU, so any machine with one can run all of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import on_gpu
+
+from ranks import RankPool
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
+
+RANKS = max(2, min(4, torch.cuda.device_count()))
+
+
+@pytest.fixture(scope="module")
+def gpu_pool() -> Iterator[RankPool]:
+    pool = RankPool(4, {"PYTHONPATH": str(Path(__file__).parent)})
+    try:
+        yield pool
+    finally:
+        pool.stop()
+
+
+def run(pool: RankPool, case: Any, *, ranks: int = RANKS, domain: int = 0, **arguments: Any) -> list[Any]:
+    return pool.run(f"on_gpu:{case.__name__}", ranks=ranks, domain=domain, timeout_s=180, arguments=arguments)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp8"])
+@pytest.mark.parametrize(("ranks", "domain"), [(RANKS, 0), (2, 1), (4, 2)])
+def test_high_throughput(gpu_pool: RankPool, ranks: int, domain: int, dtype: str) -> None:
+    run(
+        gpu_pool, on_gpu.high_throughput, ranks=ranks, domain=domain, dtype=dtype, tokens=[97, 0, 256, 31][:ranks],
+        hidden=1024, experts=16, topk=4, bias=1, cached=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("hidden", [64, 100, 2880, 7168])
+def test_high_throughput_of_any_hidden_size(gpu_pool: RankPool, hidden: int) -> None:
+    run(gpu_pool, on_gpu.high_throughput, tokens=[65] * RANKS, hidden=hidden, experts=16, topk=8)
+
+
+def test_high_throughput_of_real_shape(gpu_pool: RankPool) -> None:
+    run(gpu_pool, on_gpu.high_throughput, tokens=[4096] * RANKS, hidden=7168, experts=256, topk=8)
+
+
+@pytest.mark.parametrize("cast", ["none", "fp8", "round", "ue8m0"])
+@pytest.mark.parametrize(("ranks", "domain"), [(RANKS, 0), (2, 1), (4, 2)])
+def test_low_latency(gpu_pool: RankPool, ranks: int, domain: int, cast: str) -> None:
+    run(
+        gpu_pool, on_gpu.low_latency, ranks=ranks, domain=domain, cast=cast, tokens=[32, 0, 7, 1][:ranks], most=32,
+        hidden=2048, experts=16, topk=4,
+    )  # fmt: skip
+
+
+def test_low_latency_of_real_shape(gpu_pool: RankPool) -> None:
+    run(gpu_pool, on_gpu.low_latency, cast="fp8", tokens=[128] * RANKS, most=128, hidden=7168, experts=288, topk=8)
+
+
+def test_graphs_interleave_with_eager_calls(gpu_pool: RankPool) -> None:
+    run(gpu_pool, on_gpu.graphs, rounds=40)
