@@ -54,8 +54,8 @@ def test_high_throughput_is_exact(hip_pool: tuple[RankPool, Any], ranks: int, do
 @pytest.mark.parametrize(("ranks", "domain"), [(2, 0), (4, 0), (2, 1), (4, 2)])
 def test_low_latency_is_exact(hip_pool: tuple[RankPool, Any], ranks: int, domain: int) -> None:
     journals = run(
-        hip_pool, hip_cases.low_latency, ranks=ranks, domain=domain, tokens=[8, 3, 0, 5][:ranks], most=8, hidden=256, experts=8,
-        topk=2, seed=ranks,
+        hip_pool, hip_cases.low_latency, ranks=ranks, domain=domain, tokens=[8, 3, 0, 5][:ranks], most=8, hidden=256,
+        experts=8, topk=2, seed=ranks,
     )  # fmt: skip
     for journal in journals:
         assert sum("Launch" in call for call in journal) >= 4
