@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "clock.hpp"
 #include "uccl_ep/std_atomics.hpp"
 
 namespace uccl_ep {
@@ -24,7 +25,8 @@ Notices::Notices(EngineShared &shared, uint32_t lane, Outbound &outbound, ProxyS
       forwarded_(shared.layout.num_ranks, 0),
       beat_in_flight_(shared.layout.num_ranks, 0),
       seen_beat_(shared.layout.num_ranks, 0),
-      seen_ns_(shared.layout.num_ranks, 0),
+      silent_ns_(shared.layout.num_ranks, 0),
+      dead_looks_(shared.layout.num_ranks, 0),
       given_up_(shared.layout.num_ranks, 0) {
     beat_interval_ns_ = std::max<uint64_t>(beat_timeout_ns_ / 20, 1'000'000);
 }
@@ -38,7 +40,7 @@ void Notices::tick(uint64_t now) {
         forward_verdicts();
     }
     if (shared_.ops->peer_state != nullptr) {
-        watch_states(now);
+        watch_states();
     } else if (beats_) {
         heartbeats(now);
     }
@@ -82,7 +84,7 @@ void Notices::died(uint32_t peer, uint64_t silent_ns) {
     }
 }
 
-void Notices::watch_states(uint64_t now) {
+void Notices::watch_states() {
     const uint64_t count = std::min<uint64_t>(kPeersPerTick, shared_.remote_peers.size());
     for (uint64_t i = 0; i < count; ++i) {
         const uint32_t peer = shared_.remote_peers[next_peer_];
@@ -90,9 +92,7 @@ void Notices::watch_states(uint64_t now) {
         if (given_up_[peer] == 0 && shared_.ops->peer_state(shared_.ops->context, peer) == UCCL_EP_PEER_DEAD) {
             // It may have closed in order just before it left: its notice then precedes its end, but is
             // taken in no later than now only where the transport placed it; look once more next time.
-            if (seen_ns_[peer] == 0) {
-                seen_ns_[peer] = now;
-            } else {
+            if (dead_looks_[peer]++ != 0) {
                 died(peer, 0);
             }
         }
@@ -118,14 +118,15 @@ void Notices::tell(uint32_t peer, uint64_t field, uint64_t value) {
 }
 
 void Notices::heartbeats(uint64_t now) {
+    const uint64_t passed = watched_ns_ == 0 ? 0 : silence_ns(watched_ns_, now);
+    watched_ns_ = now;
     for (const uint32_t peer : shared_.remote_peers) {
         const auto *notice = reinterpret_cast<const PeerNotice *>(shared_.control + shared_.layout.notice_offset(peer));
         const uint64_t beat = StdAtomics::load_acquire_system(&notice->heartbeat);
-        if (beat != seen_beat_[peer] || seen_ns_[peer] == 0) {
-            seen_beat_[peer] = beat;
-            seen_ns_[peer] = now;
-        } else if (given_up_[peer] == 0 && now - seen_ns_[peer] > beat_timeout_ns_) {
-            died(peer, now - seen_ns_[peer]);
+        silent_ns_[peer] = beat != seen_beat_[peer] ? 0 : silent_ns_[peer] + passed;
+        seen_beat_[peer] = beat;
+        if (given_up_[peer] == 0 && silent_ns_[peer] > beat_timeout_ns_) {
+            died(peer, silent_ns_[peer]);
         }
     }
     if (now - last_beat_ns_ < beat_interval_ns_) {

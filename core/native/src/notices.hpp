@@ -23,7 +23,7 @@ class Notices {
 
   private:
     void forward_verdicts();
-    void watch_states(uint64_t now_ns);
+    void watch_states();
     void heartbeats(uint64_t now_ns);
     void died(uint32_t peer, uint64_t silent_ns);
     void tell(uint32_t peer, uint64_t field, uint64_t value);
@@ -37,13 +37,15 @@ class Notices {
     uint64_t beat_interval_ns_;
     uint64_t beat_timeout_ns_;
     uint64_t last_beat_ns_ = 0;
+    uint64_t watched_ns_ = 0;           // when heartbeats were last looked at
     uint64_t beat_ = 0;
     uint64_t in_flight_ = 0;
     uint64_t next_peer_ = 0;            // whose state is asked next
     std::vector<uint8_t> forwarded_;    // by reporter
     std::vector<uint8_t> beat_in_flight_;  // by rank
     std::vector<uint64_t> seen_beat_;   // by rank
-    std::vector<uint64_t> seen_ns_;
+    std::vector<uint64_t> silent_ns_;
+    std::vector<uint8_t> dead_looks_;   // by rank: how often the transport called it dead
     std::vector<uint8_t> given_up_;     // by rank: dead, nothing is posted to it any more
     uint64_t told_closed_ = 0;          // peers told so far
 };

@@ -108,7 +108,7 @@ PeerMonitor::PeerMonitor(std::shared_ptr<Verdicts> verdicts, const std::vector<s
         } else if (fd >= 0) {
             watched_.push_back(Watched{rank, fd});
         } else if (verdicts_->peer_header(rank) != nullptr) {
-            beats_.push_back(Beat{rank, 0, now_ns()});
+            beats_.push_back(Beat{rank, 0, 0});
         } else {
             unwatched_.push_back(rank);
         }
@@ -150,13 +150,14 @@ void PeerMonitor::tick(uint64_t now) {
     ControlHeader *header = verdicts_->header();
     StdAtomics::store_release_system(&header->heartbeat, StdAtomics::load_acquire_system(&header->heartbeat) + 1);
     verdicts_->scan();
+    const uint64_t passed = ticked_ns_ == 0 ? 0 : silence_ns(ticked_ns_, now);
+    ticked_ns_ = now;
     for (Beat &beat : beats_) {
         const uint64_t value = StdAtomics::load_acquire_system(&verdicts_->peer_header(beat.rank)->heartbeat);
-        if (value != beat.value) {
-            beat.value = value;
-            beat.changed_ns = now;
-        } else if (now - beat.changed_ns > heartbeat_timeout_ns_) {
-            died(beat.rank, now - beat.changed_ns);
+        beat.silent_ns = value != beat.value ? 0 : beat.silent_ns + passed;
+        beat.value = value;
+        if (beat.silent_ns > heartbeat_timeout_ns_) {
+            died(beat.rank, beat.silent_ns);
         }
     }
     const uint64_t waiting_for = StdAtomics::load_acquire_system(&header->waiting_for);
@@ -165,9 +166,9 @@ void PeerMonitor::tick(uint64_t now) {
         closed_wait_ = 0;
     } else if (closed_wait_ != waiting_for) {
         closed_wait_ = waiting_for;
-        closed_since_ns_ = now;
-    } else if (now - closed_since_ns_ > kClosedGraceNs) {
-        verdicts_->report(static_cast<uint32_t>(waiting_for - 1), Reason::kClosed, 0, 0, 0, now - closed_since_ns_);
+        closed_ns_ = 0;
+    } else if ((closed_ns_ += passed) > kClosedGraceNs) {
+        verdicts_->report(static_cast<uint32_t>(waiting_for - 1), Reason::kClosed, 0, 0, 0, closed_ns_);
     }
 }
 

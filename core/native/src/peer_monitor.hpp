@@ -37,7 +37,7 @@ class PeerMonitor {
     struct Beat {
         uint32_t rank;
         uint64_t value;
-        uint64_t changed_ns;
+        uint64_t silent_ns;
     };
 
     void run();
@@ -50,7 +50,8 @@ class PeerMonitor {
     std::vector<uint32_t> unwatched_;
     uint64_t heartbeat_timeout_ns_;
     uint64_t closed_wait_ = 0;        // 1 + rank that is closed and waited for, else 0
-    uint64_t closed_since_ns_ = 0;
+    uint64_t closed_ns_ = 0;     // for how long
+    uint64_t ticked_ns_ = 0;
     int wake_ = -1;
     std::atomic<bool> stopping_{false};
     std::thread thread_;

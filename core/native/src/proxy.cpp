@@ -390,7 +390,7 @@ void Proxy::run() {
             busy_since = now_ns();
         } else if (done == 0 && busy_since != 0) {
             now = now_ns();
-            stats_.busy_ns.add(now - busy_since);
+            stats_.busy_ns.add(now > busy_since ? now - busy_since : 0);
             busy_since = 0;
         }
         empty_passes = done != 0 ? 0 : empty_passes + 1;

@@ -95,11 +95,35 @@ void transfer(Pair &pair, uint64_t messages) {
             }
             all = all && received[channel] == messages && free == messages;
         }
-        CHECK_EQ(from.engine->error(), "");
-        CHECK_EQ(to.engine->error(), "");
+        for (const auto &host : pair.hosts) {
+            CHECK_EQ(host->engine->error(), "");
+            for (uint32_t reporter = 0; reporter < 2; ++reporter) {
+                if (const auto verdict = host->shared->verdicts->entry(reporter)) {
+                    check::fail(__FILE__, __LINE__,
+                                "rank " + std::to_string(reporter) + " accuses " + std::to_string(verdict->culprit) +
+                                    " for reason " + std::to_string(verdict->reason) + " after " +
+                                    std::to_string(verdict->elapsed_ns) + " ns");
+                }
+            }
+            CHECK(!host->shared->verdicts->aborted());
+        }
         return all;
     });
-    CHECK(done);
+    if (!done) {
+        std::string words = "the transfer did not end:";
+        for (uint32_t channel = 0; channel < 4; ++channel) {
+            const RingView view = from.shared->channel->view(channel);
+            const RingView back = to.shared->channel->view(channel);
+            words += " [sent " + std::to_string(sent[channel]) + " received " + std::to_string(received[channel]) +
+                     " credited " + std::to_string(credited[channel]) + " credit seen " +
+                     std::to_string(from.signal(from.layout.signal_index(SignalKind::kDirectCredit, 1, channel))) +
+                     "; pushed " + std::to_string(*view.head) + " popped " + std::to_string(*view.consumed) +
+                     " completed " + std::to_string(*view.completed) + "; back pushed " + std::to_string(*back.head) +
+                     " popped " + std::to_string(*back.consumed) + " completed " + std::to_string(*back.completed) +
+                     "]";
+        }
+        check::fail(__FILE__, __LINE__, words);
+    }
     for (auto &host : pair.hosts) {
         for (uint32_t ring = 0; ring < 4; ++ring) {
             const RingView view = host->shared->channel->view(ring);
@@ -223,7 +247,7 @@ TEST(the_send_queue_depth_is_obeyed_down_to_one) {
             behaviour.ordered = plan == PlanKind::kNative;
             behaviour.depth = depth;
             Pair pair(plan, all_promises(), behaviour, depth, 1);
-            transfer(pair, 50);
+            transfer(pair, 16);
             CHECK(pair.network.most_posted() <= depth);
         }
     }
@@ -263,13 +287,13 @@ TEST(a_failed_write_blames_the_peer_and_reaches_it) {
 TEST(a_silent_peer_of_a_transport_without_notice_is_dead) {
     fake::Behaviour behaviour;
     EngineOptions options;
-    options.heartbeat_timeout_s = 0.5;
+    options.heartbeat_timeout_s = 2;  // a busy machine may not run a proxy for a second
     Pair pair(PlanKind::kCounted, all_promises(), behaviour, 41, 1, options);
     const uint64_t start = now_ns();
-    CHECK(!eventually([&] { return pair.hosts[0]->shared->verdicts->aborted(); }, 1.5));
-    CHECK(now_ns() - start >= 1'000'000'000);
+    CHECK(!eventually([&] { return pair.hosts[0]->shared->verdicts->aborted(); }, 3));
+    CHECK(now_ns() - start >= 2'000'000'000);
     CHECK(pair.hosts[1]->engine->stop(5));  // says goodbye: its silence is no death
-    CHECK(!eventually([&] { return pair.hosts[0]->shared->verdicts->aborted(); }, 1.5));
+    CHECK(!eventually([&] { return pair.hosts[0]->shared->verdicts->aborted(); }, 3));
     CHECK(pair.hosts[0]->shared->verdicts->peer_closed(1));
 
     Pair other(PlanKind::kCounted, all_promises(), behaviour, 42, 1, options);

@@ -254,6 +254,12 @@ TEST(a_peer_of_another_pid_namespace_is_watched_by_its_heart) {
     CHECK_EQ(domain.ranks[0]->agree(1)->culprit, 1u);
 }
 
+TEST(time_in_which_this_process_did_not_run_is_nobodys_silence) {
+    CHECK_EQ(silence_ns(1'000, 3'000), 2'000u);
+    CHECK_EQ(silence_ns(3'000, 1'000), 0u);
+    CHECK_EQ(silence_ns(1, 60'000'000'000), 100'000'000u);
+}
+
 TEST(waiting_for_a_rank_that_closed_ends) {
     Domain domain(2);
     PeerMonitor monitor(domain.ranks[0], {}, 5);
