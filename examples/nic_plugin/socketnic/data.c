@@ -162,12 +162,13 @@ static int64_t post_writes(void *context, uint32_t index, const uccl_ep_write *w
                      w->peer, (unsigned long long)w->bytes, (unsigned long long)w->local_offset, w->local_region);
             return i != 0 ? (int64_t)i : w->bytes > MAX_MESSAGE ? -EMSGSIZE : -EINVAL;
         }
-        if (k->last - k->first == DEPTH || k->tail - k->head >= 2 * DEPTH ||
-            l->done_tail - l->done_head > DONE / 2)
+        if (k->last - k->first == DEPTH || k->tail - k->head >= 2 * DEPTH || l->done_tail - l->done_head > DONE / 2)
             return (int64_t)i;
         k->tokens[k->last++ % DEPTH] = w->token;
-        push(k, (frame){w->flags & UCCL_EP_WRITE_IMMEDIATE ? WRITE_IMMEDIATE : WRITE, w->remote_region,
-                        w->remote_offset, w->bytes, w->immediate, w->token}, source);
+        push(k,
+             (frame){w->flags & UCCL_EP_WRITE_IMMEDIATE ? WRITE_IMMEDIATE : WRITE, w->remote_region, w->remote_offset,
+                     w->bytes, w->immediate, w->token},
+             source);
         send_some(k);
     }
     return (int64_t)count;
@@ -187,7 +188,8 @@ static int64_t poll_arrivals(void *context, uint32_t index, uccl_ep_arrival *out
     lane *l = &n->lanes[index];
     progress(n, l);
     uint64_t count = 0;
-    while (count < capacity && l->arrived_head != l->arrived_tail) out[count++] = l->arrived[l->arrived_head++ % ARRIVALS];
+    while (count < capacity && l->arrived_head != l->arrived_tail)
+        out[count++] = l->arrived[l->arrived_head++ % ARRIVALS];
     return (int64_t)count;
 }
 
@@ -198,8 +200,8 @@ static const char *last_error(void *context, uint32_t index) { return ((nic *)co
 nic *socketnic_new(uint32_t num_ranks, uint32_t num_lanes) {
     if (num_ranks > MAX_RANKS) return NULL;
     nic *n = calloc(1, sizeof *n);
-    n->ops = (uccl_ep_transport_ops){UCCL_EP_TRANSPORT_MAGIC, sizeof n->ops, n, post_writes, NULL, poll_completions,
-                                     poll_arrivals, NULL, last_error};
+    n->ops = (uccl_ep_transport_ops){UCCL_EP_TRANSPORT_MAGIC, sizeof n->ops, n,    post_writes, NULL,
+                                     poll_completions,        poll_arrivals, NULL, last_error};
     n->num_ranks = num_ranks;
     n->num_lanes = num_lanes;
     n->lanes = calloc(num_lanes, sizeof *n->lanes);

@@ -38,11 +38,21 @@ py::dict statistics_of(const Simulator &simulator) {
     const Statistics &s = simulator.statistics();
     py::dict out;
     const std::pair<const char *, const std::atomic<uint64_t> *> all[] = {
-        {"writes", &s.writes}, {"signals", &s.signals}, {"early_completions", &s.early_completions},
-        {"segments", &s.segments}, {"duplicates", &s.duplicates}, {"losses", &s.losses},
-        {"reported_losses", &s.reported_losses}, {"stalls", &s.stalls}, {"refusals", &s.refusals},
-        {"collapsed", &s.collapsed}, {"overtakes", &s.overtakes}, {"killed", &s.killed},
-        {"source_changed", &s.source_changed}, {"held_arrivals", &s.held_arrivals}, {"decisions", &s.decisions},
+        {"writes", &s.writes},
+        {"signals", &s.signals},
+        {"early_completions", &s.early_completions},
+        {"segments", &s.segments},
+        {"duplicates", &s.duplicates},
+        {"losses", &s.losses},
+        {"reported_losses", &s.reported_losses},
+        {"stalls", &s.stalls},
+        {"refusals", &s.refusals},
+        {"collapsed", &s.collapsed},
+        {"overtakes", &s.overtakes},
+        {"killed", &s.killed},
+        {"source_changed", &s.source_changed},
+        {"held_arrivals", &s.held_arrivals},
+        {"decisions", &s.decisions},
     };
     for (const auto &[name, counter] : all) out[name] = counter->load(std::memory_order_relaxed);
     return out;
@@ -90,8 +100,7 @@ PYBIND11_MODULE(_native, module) {
         .def(py::init(&make), py::arg("inner"), py::arg("faults"), py::arg("rank"), py::arg("num_ranks"),
              py::arg("num_lanes"), py::arg("regions"), py::arg("with_signals"), py::arg("with_immediates"),
              py::arg("with_peer_state"))
-        .def_property_readonly("ops",
-                               [](const Simulator &self) { return reinterpret_cast<uint64_t>(self.ops()); })
+        .def_property_readonly("ops", [](const Simulator &self) { return reinterpret_cast<uint64_t>(self.ops()); })
         .def_property_readonly("statistics", &statistics_of)
         .def("drain", &Simulator::drain, py::arg("limit_us"), py::call_guard<py::gil_scoped_release>());
 }

@@ -11,7 +11,7 @@ namespace uccl_ep::sim {
 
 // First fit over one registered region; offsets are multiples of 64 bytes.
 class Bounce {
-public:
+  public:
     Bounce(uint64_t offset, uint64_t bytes) {
         if (bytes >= kGrain) free_[offset] = bytes / kGrain * kGrain;
     }
@@ -45,7 +45,7 @@ public:
         free_[offset] = bytes;
     }
 
-private:
+  private:
     static constexpr uint64_t kGrain = 64;
     static uint64_t rounded(uint64_t bytes) { return (bytes + kGrain - 1) / kGrain * kGrain; }
     std::map<uint64_t, uint64_t> free_;  // offset -> bytes

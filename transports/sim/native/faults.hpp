@@ -51,7 +51,7 @@ inline uint64_t mix(uint64_t x) {
 
 // The random numbers of one operation, by purpose: asking for one more never shifts the others.
 class Draw {
-public:
+  public:
     Draw(uint64_t seed, uint32_t rank, uint32_t lane, uint64_t number)
         : base_(mix(mix(mix(seed) ^ ((uint64_t{rank} << 32) | lane)) ^ number)) {}
 
@@ -62,7 +62,7 @@ public:
     bool chance(uint32_t purpose, double probability) const { return unit(purpose) <= probability; }
     uint64_t time(uint32_t purpose, Distribution distribution, double mean) const;
 
-private:
+  private:
     uint64_t base_;
 };
 
@@ -71,12 +71,19 @@ inline uint64_t Draw::time(uint32_t purpose, Distribution distribution, double m
     const double u = unit(purpose);
     double value = mean;
     switch (distribution) {
-        case Distribution::kConstant: break;
-        case Distribution::kUniform: value = 2 * mean * u; break;
-        case Distribution::kExponential: value = -mean * std::log(u); break;
+        case Distribution::kConstant:
+            break;
+        case Distribution::kUniform:
+            value = 2 * mean * u;
+            break;
+        case Distribution::kExponential:
+            value = -mean * std::log(u);
+            break;
         // Pareto with exponent 1.5, whose mean is three times its least value. Its tail is cut, or one
         // operation in a million would outlast every time-out.
-        case Distribution::kHeavy: value = std::fmin(mean / 3 * std::pow(u, -2.0 / 3.0), 200 * mean); break;
+        case Distribution::kHeavy:
+            value = std::fmin(mean / 3 * std::pow(u, -2.0 / 3.0), 200 * mean);
+            break;
     }
     return static_cast<uint64_t>(value);
 }

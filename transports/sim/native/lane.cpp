@@ -62,7 +62,8 @@ int64_t Lane::refuse_write(const uccl_ep_write &write) {
     }
     const Region &source = owner_.regions_[write.local_region];
     if (write.bytes > source.bytes || write.local_offset > source.bytes - write.bytes) {
-        return refuse(-EINVAL, "sim: the source reaches beyond its region of " + std::to_string(source.bytes) + " bytes");
+        return refuse(-EINVAL,
+                      "sim: the source reaches beyond its region of " + std::to_string(source.bytes) + " bytes");
     }
     return 0;
 }
@@ -270,9 +271,8 @@ bool Lane::place(const Event &event) {
     const int64_t accepted = post_piece(event, flight);
     if (accepted == 0) return false;
     if (accepted < 0) {
-        const char *why = owner_.inner_->last_error != nullptr
-                              ? owner_.inner_->last_error(owner_.inner_->context, index_)
-                              : nullptr;
+        const char *why =
+            owner_.inner_->last_error != nullptr ? owner_.inner_->last_error(owner_.inner_->context, index_) : nullptr;
         error_ = why != nullptr ? why : "the inner transport refused a write";
         piece_placed(event.flight, static_cast<int32_t>(accepted));
         return true;
@@ -289,7 +289,8 @@ void Lane::piece_placed(uint32_t index, int32_t status) {
     if (status != 0 && flight.completed && status != -ENOTCONN) {
         // Too late for a completion: as on a real device, the lane itself breaks.
         broken_ = status;
-        error_ = "sim: operation " + std::to_string(flight.number) + " of this lane failed after it had completed: " + error_;
+        error_ = "sim: operation " + std::to_string(flight.number) +
+                 " of this lane failed after it had completed: " + error_;
     }
     if (--flight.unplaced > 0) return;
     if (flight.completed) {

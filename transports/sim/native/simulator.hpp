@@ -36,7 +36,7 @@ struct Statistics {
 class Lane;
 
 class Simulator {
-public:
+  public:
     Simulator(const uccl_ep_transport_ops *inner, const Faults &faults, uint32_t rank, uint32_t num_ranks,
               uint32_t num_lanes, std::vector<Region> regions, bool with_signals, bool with_immediates,
               bool with_peer_state);
@@ -51,7 +51,7 @@ public:
     // after `limit_us` microseconds and returns whether all has landed.
     bool drain(uint64_t limit_us);
 
-private:
+  private:
     friend class Lane;
     bool is_dead(uint32_t peer) const { return dead_[peer].load(std::memory_order_acquire); }
     void count_towards(uint32_t peer);
@@ -96,7 +96,7 @@ struct Event {
 };
 
 class Lane {
-public:
+  public:
     Lane(Simulator &owner, uint32_t index, Bounce bounce);
     int64_t post_writes(const uccl_ep_write *writes, uint64_t count);
     int64_t post_signals(const uccl_ep_signal *signals, uint64_t count);
@@ -105,7 +105,7 @@ public:
     const char *last_error();
     bool empty() const { return flights_.size() == free_flights_.size(); }
 
-private:
+  private:
     struct Waiting {
         uint64_t due;
         uint64_t tie;
