@@ -149,7 +149,7 @@ UCCL_EP_DEVICE uint64_t fetch_add_device(uint64_t *address, uint64_t value) {
 UCCL_EP_DEVICE void add_device(int32_t *address, int32_t value) {
     __hip_atomic_fetch_add(address, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
-// On host memory it needs PCIe atomics where the link is PCIe; the backend checks for them.
+// On host memory it needs PCIe atomics where the link is PCIe, which ROCm demands of a system anyway.
 UCCL_EP_DEVICE bool compare_exchange_system(uint64_t *address, uint64_t expected, uint64_t desired) {
     return __hip_atomic_compare_exchange_strong(address, &expected, desired, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE,
                                                 __HIP_MEMORY_SCOPE_SYSTEM);
