@@ -179,5 +179,5 @@ def test_10000_steps_under_srd(pool: RankPool) -> None:
 def test_the_checks_can_fail(pool: RankPool) -> None:
     """With immediates that come before their payload and a plan that trusts them, a result must be wrong."""
     options = sim("none", plan="counted", delay=300.0)
-    with pytest.raises(CaseFailure, match="differs first at|in another operation"):
+    with pytest.raises(CaseFailure, match=r"differs first at|in another operation"):
         pool.run(sim_cases.trusting, ranks=2, domain=1, options=options, arguments={"seed": 1})
