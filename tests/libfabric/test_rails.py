@@ -56,10 +56,9 @@ def send_and_break(rank: Rank, breaker: int) -> dict[str, int]:
     rank.data[OUTBOX : OUTBOX + SLOT * SLOTS] = content(1, SLOT * SLOTS)
     rank.meet()
     for half in range(2):
-        writes = []
+        writes = [rank.write(1, OUTBOX, 3 << 20, 1 << 19, 1000 + half)]
         for index in range(half * SLOTS // 2, (half + 1) * SLOTS // 2):
             writes.append(rank.write(1, OUTBOX + index * SLOT, index * SLOT, SLOT, index))
-        writes.append(rank.write(1, OUTBOX, 3 << 20, 1 << 19, 1000 + half))
         rank.driver.post(0, writes)
         if half == 0:
             if breaker == rank.rank:

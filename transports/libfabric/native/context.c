@@ -94,8 +94,9 @@ int fab_open_rail(fab_context *context, uint32_t rail, const fab_query *query, i
 }
 
 void fab_set_patience(fab_context *context, uint64_t nanoseconds) { context->patience_ns = nanoseconds; }
-void fab_set_deliver(fab_context *context, int deliver) {
-    context->write_flags = deliver ? FI_DELIVERY_COMPLETE : 0;
+void fab_set_delivery(fab_context *context, int always, int empty) {
+    context->write_flags = always ? FI_DELIVERY_COMPLETE : 0;
+    context->deliver_empty = empty != 0;
 }
 const char *fab_words(const fab_context *context) { return context->words; }
 void *fab_operations(fab_context *context) { return &context->table; }
@@ -159,16 +160,24 @@ void fab_close(fab_context *context) {
     }
     for (uint32_t l = 0; l < context->num_lanes; l++) {
         fab_lane *lane = &context->lanes[l];
+        bool retired = false;
         for (uint32_t r = 0; r < FAB_MAX_RAILS; r++) {
             fab_rail *rail = &lane->rails[r];
             fab_rail_close(rail);
+            if (rail->retired) { /* its endpoint still points to what is below */
+                retired = true;
+                free(rail->remote);
+                continue;
+            }
             if (rail->info) {
                 context->library->freeinfo(rail->info);
             }
             free(rail->messages);
             free(rail->remote);
         }
-        free(lane->operations);
+        if (!retired) {
+            free(lane->operations);
+        }
         free(lane->done);
         free(lane->lost);
         free(lane->revoking);

@@ -79,6 +79,9 @@ static ssize_t write_operation(fab_lane *lane, fab_operation *operation, bool mo
     if (write->flags & UCCL_EP_WRITE_FENCED) {
         flags |= FI_DELIVERY_COMPLETE;
     }
+    if (write->bytes == 0 && !lane->context->deliver_empty) {
+        flags &= ~FI_DELIVERY_COMPLETE;
+    }
     const ssize_t status = fi_writemsg(rail->endpoint, &message, flags);
     if (status == 0) {
         operation->posted = 1;
@@ -111,9 +114,12 @@ void fab_finish(fab_lane *lane, fab_operation *operation, int32_t status) {
         return;
     }
     if (!parent->status && (parent->write.flags & UCCL_EP_WRITE_IMMEDIATE)) {
-        /* All bytes are placed (parts are posted with FI_DELIVERY_COMPLETE): now the immediate. */
+        /* All bytes are placed (parts are posted with FI_DELIVERY_COMPLETE): now the immediate, with the
+         * last byte once more, since not every provider can prove that a write of nothing arrived. */
         parent->kind = FAB_WRITE;
-        parent->write.bytes = 0;
+        parent->write.local_offset += parent->write.bytes - 1;
+        parent->write.remote_offset += parent->write.bytes - 1;
+        parent->write.bytes = 1;
         parent->rail = (uint8_t)FAB_MAX_RAILS;
         fab_wait_to_post(lane, parent);
         return;

@@ -56,8 +56,8 @@ struct fab_library {
 enum fab_message_kind {
     FAB_HELLO = 1,    /* my address vector holds you */
     FAB_WELCOME = 2,  /* I have your HELLO */
-    FAB_REVOKE = 3,   /* rail `argument` of this lane failed: close yours, my writes come another way */
-    FAB_REVOKED = 4,  /* rail `argument` is closed here, nothing of it can land any more */
+    FAB_REVOKE = 3,   /* rail `argument` of this lane failed: give up yours, my writes come another way */
+    FAB_REVOKED = 4,  /* rail `argument` is given up here, nothing of it can land any more */
 };
 
 enum fab_greeting {
@@ -137,7 +137,8 @@ typedef struct fab_rail {
     uint32_t outstanding; /* writes that the provider has */
     bool virtual_address;
     bool receive_data; /* every arrival consumes a posted receive */
-    bool open;
+    bool open;    /* in use */
+    bool retired; /* given up: its memory is deregistered, it is never polled again, and it is never closed */
 } fab_rail;
 
 typedef struct fab_stash {
@@ -182,6 +183,7 @@ struct fab_context {
     uint64_t stripe_bytes, max_message;
     uint64_t patience_ns;
     uint64_t write_flags; /* of every write: FI_DELIVERY_COMPLETE or 0 */
+    bool deliver_empty;   /* FI_DELIVERY_COMPLETE also for writes of no bytes */
     uint32_t rank, num_ranks;
     uint64_t group;
     _Atomic int32_t *dead;    /* by rank: uccl_ep_peer_state */
@@ -222,6 +224,7 @@ struct fi_info *fab_ask(const fab_library *library, const fab_query *query, int 
 /* endpoint.c */
 int fab_rail_open(fab_context *context, fab_lane *lane, fab_rail *rail, const struct fi_info *info);
 void fab_rail_close(fab_rail *rail);
+void fab_rail_retire(fab_rail *rail);
 int fab_post_receive(fab_lane *lane, fab_rail *rail, uint32_t index);
 
 /* data.c */

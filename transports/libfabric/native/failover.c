@@ -5,7 +5,7 @@
  * completion, the loss of one rail is the loss of the peer, and a clear error.
  *
  * A write whose rail failed may have landed, may still lie in some queue and land later, or may be gone.
- * It is sent again over another rail only after the receiver has closed its side of the failed one, so
+ * It is sent again over another rail only after the receiver has given up its side of the failed one, so
  * that no late copy can overwrite newer data. The receiver's answer (FAB_REVOKED) proves that. A write
  * that did land then lands once more, with the same bytes and the same immediate: with more than one
  * rail the transport does not promise `exactly_once`, and the counted plan tells the copy by its index.
@@ -156,7 +156,7 @@ void fab_refused(fab_lane *lane, uint32_t rail_index, uint32_t peer) {
     }
 }
 
-/* Close our side of a rail. Immediates that are here already are kept: their writes have landed. */
+/* Give up our side of a rail. Immediates that are here already are kept: their writes have landed. */
 void fab_shut_rail(fab_lane *lane, uint32_t rail_index, const char *words) {
     fab_rail *rail = &lane->rails[rail_index];
     if (!rail->open) {
@@ -170,30 +170,18 @@ void fab_shut_rail(fab_lane *lane, uint32_t rail_index, const char *words) {
         }
     }
     if (!rail->open) {
-        return; /* a message among the arrivals closed it */
+        return; /* a message among the arrivals did the same */
     }
-    fab_rail_close(rail);
+    fab_rail_retire(rail);
     for (uint32_t peer = 0; peer < lane->context->num_ranks; peer++) {
         if (lane->context->expected[peer]) {
             fab_lose_rail(lane, rail_index, peer, -FI_ENOTCONN, words);
         }
     }
-    /* The endpoint is gone, so the provider returns nothing of it any more. */
-    for (uint32_t i = 0; i < lane->num_operations; i++) {
-        fab_operation *operation = &lane->operations[i];
-        if (operation->rail == rail_index && operation->posted &&
-            (operation->kind == FAB_ABANDONED || operation->kind == FAB_SEND)) {
-            fab_give(lane, operation);
-        }
-    }
-    rail->outstanding = 0;
-    rail->outstanding_bytes = 0;
-    for (uint32_t peer = 0; peer < lane->context->num_ranks; peer++) {
-        rail->remote[peer].pending = 0;
-    }
+    /* Operations that the provider still has keep their slots for good: it may write into them. */
 }
 
-/* The peer has closed its side: what was held can go another way. */
+/* The peer has given up its side: what was held can go another way. */
 void fab_revoked(fab_lane *lane, uint32_t rail, uint32_t peer) {
     lane->revoking[peer] &= (uint8_t)~(1u << rail);
     release_held(lane, rail, peer, 0);

@@ -106,8 +106,9 @@ int fab_query_infos(const fab_library *library, const fab_query *query, fab_info
 /* `lanes` lanes over up to `rails` rails; nothing is opened yet. NULL: out of memory. */
 fab_context *fab_create(const fab_library *library, uint32_t lanes, uint32_t rails, uint32_t send_depth,
                         uint32_t receive_depth, uint64_t stripe_bytes, uint64_t max_message);
-/* Post every write with FI_DELIVERY_COMPLETE, which is what lets another rail take over from a lost one. */
-void fab_set_deliver(fab_context *context, int deliver);
+/* `always`: post every write with FI_DELIVERY_COMPLETE, which is what lets another rail take over from a
+ * lost one. `empty`: also writes of no bytes (the shm provider of 1.17 never completes such a write). */
+void fab_set_delivery(fab_context *context, int always, int empty);
 /* Take a connection for lost when the provider refuses writes this long though nothing is in flight; 0: never. */
 void fab_set_patience(fab_context *context, uint64_t nanoseconds);
 /* Open rail `rail` of every lane on answer number `choice` of `query`. 0, or a negative errno and fab_words. */
@@ -137,7 +138,7 @@ int32_t fab_handshake_missing(const fab_context *context);
 void *fab_operations(fab_context *context);
 void fab_get_statistics(const fab_context *context, fab_statistics *out);
 int32_t fab_peer_is_dead(fab_context *context, uint32_t peer);
-/* Break a rail of one lane on purpose, for tests: its endpoint is closed. */
+/* Give up a rail of one lane on purpose, for tests. */
 void fab_break_rail(fab_context *context, uint32_t lane, uint32_t rail);
 void fab_close(fab_context *context);
 

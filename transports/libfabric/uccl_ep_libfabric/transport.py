@@ -40,6 +40,7 @@ class LibfabricTransport(Transport):
         self._regions: list[Memory] = []
         self._here = leftovers.Process.current()
         self._record: pathlib.Path | None = None
+        self._files: list[str] = []
         self._peer_files: list[tuple[leftovers.Process, list[str]]] = []
         self._connected = False
         self._context = self._open_rails()
@@ -98,8 +99,9 @@ class LibfabricTransport(Transport):
         )
         if context == module.ffi.NULL:
             raise TransportError(f"libfabric: out of memory for {options['lanes']} lanes of depth {depth}")
-        if len(self._choice.rails) > 1 and self._capabilities.delivery_complete:
-            module.lib.fab_set_deliver(context, 1)
+        several = len(self._choice.rails) > 1
+        reaches_others = self._capabilities.peer_failure != "none"
+        module.lib.fab_set_delivery(context, several and self._capabilities.delivery_complete, reaches_others)
         for rail, answer in enumerate(self._choice.rails):
             code = module.lib.fab_open_rail(context, rail, answer.query, answer.index)
             if code:
@@ -150,6 +152,7 @@ class LibfabricTransport(Transport):
         )
         files = [name for lane in lanes for end in lane if (name := leftovers.file_name(end.name))]
         if files and self._record is None:
+            self._files = files
             self._record = leftovers.record(self._here, files)
         first = self._choice.rails[0]
         return Address(
@@ -301,6 +304,9 @@ class LibfabricTransport(Transport):
         for process, names in self._peer_files:
             leftovers.remove(process, names, self._here)
         self._peer_files = []
+        for name in self._files:  # of a rail that was given up, and so never closed
+            with contextlib.suppress(OSError):
+                (leftovers.SHARED_MEMORY / name).unlink()
         if self._record is not None:
             self._record.unlink(missing_ok=True)
             self._record = None
