@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "measure.hpp"
 #include "plane.hpp"
 
 namespace py = pybind11;
@@ -71,6 +72,18 @@ PYBIND11_MODULE(_native, module) {
                                [](const Plane &plane) { return reinterpret_cast<uintptr_t>(plane.ops()); })
         .def("statistics", [](const Plane &plane, uint32_t lane) { return to_dict(plane.statistics(lane)); });
 
+    module.def(
+        "measure",
+        [](uint64_t sender, uint64_t receiver, uint32_t peer, uint32_t flags, uint64_t bytes, uint64_t count,
+           uint64_t depth, uint64_t batch, double limit_s) {
+            const auto *from = reinterpret_cast<const uccl_ep_transport_ops *>(sender);
+            const auto *to = reinterpret_cast<const uccl_ep_transport_ops *>(receiver);
+            py::gil_scoped_release release;
+            return measure(*from, to, Workload{peer, flags, bytes, count, depth, batch, limit_s});
+        },
+        py::kw_only(), py::arg("sender"), py::arg("receiver") = 0, py::arg("peer"), py::arg("flags") = 0,
+        py::arg("bytes"), py::arg("count"), py::arg("depth"), py::arg("batch"), py::arg("limit_s") = 60.0,
+        "Seconds for a number of writes on lane 0; the tables are given by address.");
     module.def("channel_fd", &channel_fd, py::arg("channel"), py::arg("queue"));
     module.def(
         "describe_completion",

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run a command in one guest, or one command each in two guests that are linked.
 
-    guest.py [--timeout S] [--memory 4G] [--env NAME=VALUE]... -- COMMAND
+    guest.py [--timeout S] [--memory 4G] [--cpu N] [--env NAME=VALUE]... -- COMMAND
     guest.py --nodes 2 ... -- COMMAND_OF_NODE_0 COMMAND_OF_NODE_1
 
 A guest is a User-Mode Linux process (kernel: ``build_kernel.sh``) that sees the host's files read-only
@@ -60,7 +60,14 @@ def _link() -> tuple[socket.socket, socket.socket]:
 
 
 def _start(
-    kernel: str, node: int, command: str, job: pathlib.Path, memory: str, env: Mapping[str, str], link: int | None
+    kernel: str,
+    node: int,
+    cpu: int,
+    command: str,
+    job: pathlib.Path,
+    memory: str,
+    env: Mapping[str, str],
+    link: int | None,
 ) -> subprocess.Popen[bytes]:
     exports = {"NODE": str(node), "JOB": "/run/job", "PATH": os.environ["PATH"], **env}
     lines = [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
@@ -74,7 +81,7 @@ def _start(
     # A guest has one CPU, and every system call of its processes passes between two host threads:
     # on one core that is about four times faster than across two.
     cpus = sorted(os.sched_getaffinity(0))
-    arguments = ["taskset", "-c", str(cpus[node % len(cpus)]), *arguments]
+    arguments = ["taskset", "-c", str(cpus[(cpu + node) % len(cpus)]), *arguments]
     with open(job / "console", "wb") as console:
         return subprocess.Popen(
             arguments,
@@ -98,6 +105,7 @@ def run(
     memory: str = "4G",
     env: Mapping[str, str] | None = None,
     kernel: str | None = None,
+    cpu: int = 0,
 ) -> list[Result]:
     """Run one or two commands, each in a guest of its own, and wait for all of them."""
     if len(commands) not in (1, 2):
@@ -112,7 +120,7 @@ def run(
             cleanup.callback(shutil.rmtree, job, ignore_errors=True)
             jobs.append(job)
             link = links[node].fileno() if links else None
-            process = _start(kernel, node, command, job, memory, env or {}, link)
+            process = _start(kernel, node, cpu, command, job, memory, env or {}, link)
             cleanup.callback(_stop, process)
             processes.append(process)
         deadline = time.monotonic() + timeout_s
@@ -144,13 +152,14 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=1, choices=(1, 2))
     parser.add_argument("--timeout", type=float, default=600, help="seconds")
     parser.add_argument("--memory", default="4G", help="of each guest")
+    parser.add_argument("--cpu", type=int, default=0, help="index of the core of the first guest")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("commands", nargs="+")
     arguments = parser.parse_args()
     if len(arguments.commands) != arguments.nodes:
         parser.error(f"{arguments.nodes} command(s) expected, {len(arguments.commands)} given: quote each as one word")
     env = dict(pair.split("=", 1) for pair in arguments.env)
-    results = run(arguments.commands, timeout_s=arguments.timeout, memory=arguments.memory, env=env)
+    results = run(arguments.commands, timeout_s=arguments.timeout, memory=arguments.memory, env=env, cpu=arguments.cpu)
     for result in results:
         if len(results) > 1:
             print(f"--- node {result.node} ended with {result.status}")
