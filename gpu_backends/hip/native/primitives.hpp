@@ -131,8 +131,18 @@ UCCL_EP_DEVICE uint64_t load_acquire_system(const uint64_t *address) {
 UCCL_EP_DEVICE uint64_t load_relaxed_system(const uint64_t *address) {
     return __hip_atomic_load(address, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }
+// A release for the system writes the device's second-level cache back, and must wait until that is done.
+// clang 22 leaves the wait out where this thread itself has stored nothing before, though the cache may hold
+// what other threads stored and this one has observed; so it is written out.
+UCCL_EP_DEVICE void release_fence_system() {
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");
+#if defined(__GFX9__)
+    asm volatile("s_waitcnt vmcnt(0)" ::: "memory");
+#endif
+}
 UCCL_EP_DEVICE void store_release_system(uint64_t *address, uint64_t value) {
-    __hip_atomic_store(address, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM);
+    release_fence_system();
+    __hip_atomic_store(address, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }
 UCCL_EP_DEVICE void store_relaxed_system(uint64_t *address, uint64_t value) {
     __hip_atomic_store(address, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
@@ -151,10 +161,14 @@ UCCL_EP_DEVICE void add_device(int32_t *address, int32_t value) {
 }
 // On host memory it needs PCIe atomics where the link is PCIe, which ROCm demands of a system anyway.
 UCCL_EP_DEVICE bool compare_exchange_system(uint64_t *address, uint64_t expected, uint64_t desired) {
-    return __hip_atomic_compare_exchange_strong(address, &expected, desired, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE,
+    release_fence_system();
+    return __hip_atomic_compare_exchange_strong(address, &expected, desired, __ATOMIC_ACQUIRE, __ATOMIC_ACQUIRE,
                                                 __HIP_MEMORY_SCOPE_SYSTEM);
 }
-UCCL_EP_DEVICE void fence_system() { __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, ""); }
+UCCL_EP_DEVICE void fence_system() {
+    release_fence_system();
+    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "");
+}
 
 UCCL_EP_DEVICE void store_command(uint64_t *slot, const uint64_t *words) {
     for (uint32_t i = 0; i < 4; ++i) store_relaxed_system(slot + i, words[i]);
