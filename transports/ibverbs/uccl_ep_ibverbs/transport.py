@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import random
 import secrets
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -36,12 +34,6 @@ def _send_requests(settings: Settings) -> int:
     return 2 * settings.send_depth + 8
 
 
-def _close_at_exit(reference: weakref.ref[IbverbsTransport]) -> None:
-    transport = reference()
-    if transport is not None:
-        transport.close()
-
-
 class IbverbsTransport(Transport):
     """Reliable connected queue pairs, one for each peer and lane; lanes are spread over the devices (rails)."""
 
@@ -63,8 +55,6 @@ class IbverbsTransport(Transport):
         self._lanes = 0
         self._depths = (0, 0)
         self._closed = False
-        # At the interpreter's end the objects of pyverbs would be destroyed in any order, with complaints.
-        atexit.register(_close_at_exit, weakref.ref(self))
 
     # --- devices ---
 
