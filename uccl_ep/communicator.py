@@ -37,6 +37,7 @@ from .low_latency_capacity import LowLatencyCapacity
 logger = logging.getLogger("uccl_ep")
 
 RINGS_PER_PROXY = 4
+AUTOMATIC_CHANNELS = 128  # at most; a channel keeps one multiprocessor busy
 COUNTER_KINDS = 11  # Counter::kCount of core/kernels/counters.hpp
 
 
@@ -137,7 +138,8 @@ class Communicator:
         logger.setLevel(general.log_level.upper())
         self._agree_on_options(low_latency_bytes)
         self._one_host = len(set(bootstrap.all_gather(_boot_identity()))) == 1
-        self.num_channels = min(bootstrap.all_gather(min(general.num_channels, self.backend.limits.max_blocks)))
+        wanted = min(general.num_channels or AUTOMATIC_CHANNELS, self.backend.limits.max_blocks)
+        self.num_channels = min(bootstrap.all_gather(wanted))
 
         self.reachable = reachable_ranks(bootstrap, self.backend)
         self.ranks_per_domain = ranks_per_domain(self.reachable, general.domain_size)
@@ -290,7 +292,8 @@ class Communicator:
 
     def _connect(self, addresses: list[bytes], remote: list[int]) -> None:
         general = self.general
-        self.transport.connect(self.rank, addresses, remote, general.num_proxies, general.timeout_s)
+        timeout_s = float(self._transport_selection.options.get("timeout_s", general.timeout_s))
+        self.transport.connect(self.rank, addresses, remote, general.num_proxies, timeout_s)
         engine = _native.Engine(
             self.rank,
             self.layout,

@@ -34,6 +34,8 @@ from .tensors import (
 )
 
 SCALE_GROUP = 128  # elements that share a scale
+WARPS_PER_BLOCK = 8
+SHARED_LIMIT_BYTES = 64 << 10  # of a block; every GPU since 2017 has as much
 LIVE_RESULTS = 2  # results that are valid at the same time: one a parity
 QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -70,6 +72,8 @@ class _HandleState:
     begin: torch.Tensor
     count: torch.Tensor
     combine_base: torch.Tensor
+    rows_before: torch.Tensor
+    rows_home: torch.Tensor
 
 
 class _Results:
@@ -214,6 +218,8 @@ class LowLatency:
             begin=torch.zeros((local_experts, ranks), dtype=torch.int32, device=device),
             count=torch.zeros((local_experts, ranks), dtype=torch.int32, device=device),
             combine_base=torch.zeros(ranks, dtype=torch.int32, device=device),
+            rows_before=torch.zeros((local_experts, ranks), dtype=torch.int32, device=device),
+            rows_home=torch.zeros(ranks, dtype=torch.int32, device=device),
         )
         parameters = LowLatencyDispatchParameters(
             group=communicator.group_struct(),
@@ -236,14 +242,20 @@ class LowLatency:
             count=pointer(state.count),
             receive_count=pointer(count),
             combine_base=pointer(state.combine_base),
+            rows_before=pointer(state.rows_before),
+            rows_home=pointer(state.rows_home),
             statistics=pointer(statistics),
             wait_cost=pointer(wait_cost),
         )
         handle = LowLatencyHandle.of(state)
         staging = round_up(round_up(wire_bytes, 16) + scale_bytes, 64)
-        grid = self._grid()
+        placing = round_up((num_experts + ranks) * 4, 64)
+        grid = self._grid(SHARED_LIMIT_BYTES - placing, staging if quantization else 0)
         communicator.launch(
-            "uccl_ep_ll_dispatch_send", parameters, shared_bytes=staging * grid["warps"] if quantization else 0, **grid
+            "uccl_ep_ll_dispatch_send",
+            parameters,
+            shared_bytes=placing + (staging * grid["warps"] if quantization else 0),
+            **grid,
         )
         keep = (x, scratch, statistics, wait_cost)  # referred to by address until the receive half has run
 
@@ -264,9 +276,12 @@ class LowLatency:
                 f"{name} is {tensor.dtype} {tuple(tensor.shape)}: a contiguous {dtype} tensor of shape ({length},) is needed"
             )
 
-    def _grid(self) -> dict[str, int]:
+    def _grid(self, shared_bytes: int = 0, staging_bytes: int = 0) -> dict[str, int]:
+        """All blocks that run at once; fewer warps where each needs so much staging."""
         limits = self._communicator.backend.limits
-        warps = 1 if limits.warp_size == 1 else min(4, limits.max_warps_per_block)
+        warps = 1 if limits.warp_size == 1 else min(WARPS_PER_BLOCK, limits.max_warps_per_block)
+        if staging_bytes:
+            warps = max(1, min(warps, shared_bytes // staging_bytes))
         return {"num_blocks": limits.max_blocks, "warps": warps}
 
     # ---- combine ----
@@ -363,6 +378,8 @@ class LowLatency:
             begin=pointer(state.begin),
             count=pointer(state.count),
             combine_base=pointer(state.combine_base),
+            rows_before=pointer(state.rows_before),
+            rows_home=pointer(state.rows_home),
             topk_idx=pointer(state.topk_idx),
             topk_weights=pointer(topk_weights),
             combine_row=pointer(state.combine_row),

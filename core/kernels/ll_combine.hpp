@@ -6,10 +6,6 @@
 
 namespace uccl_ep {
 
-// Rows that travel in one step of a warp: enough to amortise the look-up, few enough to spread a
-// crowded expert over many warps.
-inline constexpr uint32_t kCombineRun = device::kWarpSize == 1 ? 1u << 20 : 4u;
-
 UCCL_EP_KERNEL(uccl_ep_ll_combine_send, LowLatencyCombineParameters) {
     const LowLatencyCombineParameters &p = parameters;
     const Group &group = p.group;
@@ -36,44 +32,45 @@ UCCL_EP_KERNEL(uccl_ep_ll_combine_send, LowLatencyCombineParameters) {
     }
     if (!sync_grid(group)) return;
     const uint64_t rows_per_expert = uint64_t{ranks} * shape.max_tokens;
-    uint64_t outbox = layout.ll_combine_outbox(parity);
-    uint32_t step = 0;
-    for (uint32_t destination = 0; destination < ranks; ++destination) {
-        const bool local = group.is_local(destination);
-        uint8_t *to = local ? group.peer_data[destination] + layout.ll_combine_inbox(parity) +
-                                  static_cast<uint64_t>(p.combine_base[destination]) * shape.row_bytes
-                            : group.data + outbox;
-        uint64_t rows_before = 0;
-        for (uint32_t e = 0; e < local_experts; ++e) {
-            const uint32_t rows = static_cast<uint32_t>(p.count[e * ranks + destination]);
-            const uint64_t first = e * rows_per_expert + static_cast<uint32_t>(p.begin[e * ranks + destination]);
-            for (uint32_t done = 0; done < rows; done += kCombineRun, ++step) {
-                if (step % warps != warp) continue;
-                const uint32_t run = rows - done < kCombineRun ? rows - done : kCombineRun;
-                device::copy(to + (rows_before + done) * shape.row_bytes, p.x + (first + done) * shape.row_bytes,
-                             uint64_t{run} * shape.row_bytes);
-            }
-            rows_before += rows;
+    // Offset, in the outbox, of the rows for a destination that a transport reaches.
+    const auto outbox_of = [&](uint32_t destination) {
+        uint64_t offset = layout.ll_combine_outbox(parity);
+        for (uint32_t rank = 0; rank < destination; ++rank) {
+            if (!group.is_local(rank)) offset += align_up(static_cast<uint64_t>(p.rows_home[rank]) * shape.row_bytes, 64);
         }
-        if (!local) outbox += align_up(rows_before * shape.row_bytes, 64);
+        return offset;
+    };
+    // Rows of one expert for one destination lie together at both ends. Several warps share them where there are
+    // more warps than such pairs, row by row, so that a crowded expert is not one warp's work.
+    const uint32_t pairs = local_experts * ranks;
+    const uint32_t sharers = warps > pairs ? warps / pairs : 1;
+    for (uint32_t item = warp; item < pairs * sharers; item += warps) {
+        const uint32_t pair = item / sharers, share = item % sharers;
+        const uint32_t destination = pair % ranks;
+        const uint32_t rows = static_cast<uint32_t>(p.count[pair]);
+        if (rows == 0) continue;
+        const uint64_t first = pair / ranks * rows_per_expert + static_cast<uint32_t>(p.begin[pair]);
+        uint8_t *to = group.is_local(destination)
+                          ? group.peer_data[destination] + layout.ll_combine_inbox(parity) +
+                                static_cast<uint64_t>(p.combine_base[destination]) * shape.row_bytes
+                          : group.data + outbox_of(destination);
+        to += static_cast<uint64_t>(p.rows_before[pair]) * shape.row_bytes;
+        const uint32_t run = sharers == 1 ? rows : 1;
+        for (uint32_t row = share * run; row < rows; row += sharers * run) {
+            device::copy(to + uint64_t{row} * shape.row_bytes, p.x + (first + row) * shape.row_bytes,
+                         uint64_t{run} * shape.row_bytes);
+        }
     }
-    device::fence_system();
+    // The barrier orders the rows before the signals below: their release covers what the barrier made visible.
     if (!sync_grid(group)) return;
-    outbox = layout.ll_combine_outbox(parity);
-    for (uint32_t destination = 0; destination < ranks; ++destination) {
-        uint64_t rows = 0;
-        if (!group.is_local(destination)) {
-            for (uint32_t e = 0; e < local_experts; ++e) rows += static_cast<uint32_t>(p.count[e * ranks + destination]);
-        }
-        const uint64_t bytes = rows * shape.row_bytes;
-        if (destination % warps == warp && device::lane() == 0 && destination != group.rank && !masked(destination)) {
-            uint64_t ticket = 0;
-            ll_send(group, destination, SignalKind::kLowLatencyCombine, outbox,
-                    layout.ll_combine_inbox(parity) + static_cast<uint64_t>(p.combine_base[destination]) * shape.row_bytes,
-                    bytes, number, Phase::kLowLatencyCombineSend, &ticket);
-            if (!group.is_local(destination)) *Counters::combine_ticket(group, parity, destination) = ticket + 1;
-        }
-        outbox += align_up(bytes, 64);
+    for (uint32_t destination = warp; destination < ranks; destination += warps) {
+        if (device::lane() != 0 || destination == group.rank || masked(destination)) continue;
+        uint64_t ticket = 0;
+        ll_send(group, destination, SignalKind::kLowLatencyCombine, group.is_local(destination) ? 0 : outbox_of(destination),
+                layout.ll_combine_inbox(parity) + static_cast<uint64_t>(p.combine_base[destination]) * shape.row_bytes,
+                static_cast<uint64_t>(p.rows_home[destination]) * shape.row_bytes, number, Phase::kLowLatencyCombineSend,
+                &ticket);
+        if (!group.is_local(destination)) *Counters::combine_ticket(group, parity, destination) = ticket + 1;
     }
     if (warp == 0 && device::lane() == 0) *sent = number;
 }

@@ -36,13 +36,32 @@ struct LowLatencyRows {
     }
 };
 
+// Sum of `value` over the lanes below this one, and over all lanes; values are below 2^16. Sixteen ballots
+// cost less than as many dependent loads would.
+UCCL_EP_DEVICE uint32_t sum_below(uint32_t value, uint32_t *total) {
+    uint32_t below = 0;
+    *total = 0;
+    for (uint32_t bit = 0; bit < 16; ++bit) {
+        const device::LaneMask mask = device::ballot((value >> bit & 1) != 0);
+        below += device::population_count(mask & device::lanes_below()) << bit;
+        *total += device::population_count(mask) << bit;
+    }
+    return below;
+}
+
+// Shared memory of the placing warp: rows per expert, then rows per rank.
+UCCL_EP_DEVICE constexpr uint64_t ll_placing_bytes(uint32_t num_experts, uint32_t num_ranks) {
+    return align_up((uint64_t{num_experts} + num_ranks) * 4, 64);
+}
+
 // One warp finds, for each (token, k), its place among this rank's rows of that expert; for each (token,
-// rank) its row in the message to that rank; and the counts. A warp takes 32 entries a step, in order.
+// rank) its row in the message to that rank; and the counts. A warp takes one entry a lane in a step, in order.
 UCCL_EP_DEVICE void ll_place_rows(const LowLatencyDispatchParameters &p) {
     const uint32_t ranks = p.group.num_ranks(), topk = p.shape.num_topk, experts = p.shape.num_experts;
     const uint32_t local_experts = experts / ranks;
-    for (uint32_t e = device::lane(); e < experts; e += device::kWarpSize) p.expert_rows[e] = 0;
-    for (uint32_t r = device::lane(); r < ranks; r += device::kWarpSize) p.rank_rows[r] = 0;
+    auto *expert_rows = reinterpret_cast<int32_t *>(device::shared_memory());
+    int32_t *rank_rows = expert_rows + experts;
+    for (uint32_t i = device::lane(); i < experts + ranks; i += device::kWarpSize) expert_rows[i] = 0;
     device::sync_warp();
     const uint32_t entries = p.num_tokens * topk;
     for (uint32_t base = 0; base < entries; base += device::kWarpSize) {
@@ -52,9 +71,9 @@ UCCL_EP_DEVICE void ll_place_rows(const LowLatencyDispatchParameters &p) {
         const device::LaneMask same = device::match(expert < 0 ? ~uint32_t{0} : static_cast<uint32_t>(expert));
         const uint32_t before = device::population_count(same & device::lanes_below());
         int32_t place = -1;
-        if (expert >= 0) place = p.expert_rows[expert] + static_cast<int32_t>(before);
+        if (expert >= 0) place = expert_rows[expert] + static_cast<int32_t>(before);
         device::sync_warp();  // all lanes have read the counts
-        if (expert >= 0 && before == 0) p.expert_rows[expert] += static_cast<int32_t>(device::population_count(same));
+        if (expert >= 0 && before == 0) expert_rows[expert] += static_cast<int32_t>(device::population_count(same));
         device::sync_warp();
         if (i < entries) p.place_in_expert[i] = place;
     }
@@ -70,29 +89,32 @@ UCCL_EP_DEVICE void ll_place_rows(const LowLatencyDispatchParameters &p) {
             }
             if (p.masked != nullptr && p.masked[rank] != 0) goes = false;
             const device::LaneMask selected = device::ballot(goes);
-            const int32_t row = p.rank_rows[rank] + static_cast<int32_t>(device::population_count(selected & device::lanes_below()));
+            const int32_t row = rank_rows[rank] + static_cast<int32_t>(device::population_count(selected & device::lanes_below()));
             if (token < p.num_tokens) p.row_in_rank[uint64_t{token} * ranks + rank] = goes ? row : -1;
             device::sync_warp();
-            if (device::lane() == 0) p.rank_rows[rank] += static_cast<int32_t>(device::population_count(selected));
+            if (device::lane() == 0) rank_rows[rank] += static_cast<int32_t>(device::population_count(selected));
             device::sync_warp();
         }
     }
+    for (uint32_t rank = device::lane(); rank < ranks; rank += device::kWarpSize) p.rank_rows[rank] = rank_rows[rank];
     // Rows come home in the order (expert, token): the sums of counts before each expert.
-    for (uint32_t i = device::lane(); i < entries; i += device::kWarpSize) p.combine_row[i] = -1;
-    device::sync_warp();
-    if (device::lane() == 0) {
-        int32_t sum = 0;
-        for (uint32_t e = 0; e < experts; ++e) {
-            const int32_t rows = p.expert_rows[e];
-            p.expert_begin[e] = sum;
-            sum += rows;
+    uint32_t sum = 0;
+    for (uint32_t base = 0; base < experts; base += device::kWarpSize) {
+        const uint32_t e = base + device::lane();
+        const uint32_t rows = e < experts ? static_cast<uint32_t>(expert_rows[e]) : 0;
+        uint32_t total;
+        const uint32_t begin = sum + sum_below(rows, &total);
+        sum += total;
+        device::sync_warp();  // the count has been read: its place now holds the sum
+        if (e < experts) {
+            p.expert_rows[e] = static_cast<int32_t>(rows);
+            p.expert_begin[e] = expert_rows[e] = static_cast<int32_t>(begin);
         }
     }
     device::sync_warp();
     for (uint32_t i = device::lane(); i < entries; i += device::kWarpSize) {
-        if (p.place_in_expert[i] >= 0) {
-            p.combine_row[i] = p.expert_begin[load_index(p.topk_idx, p.index_bytes, i)] + p.place_in_expert[i];
-        }
+        const int32_t place = p.place_in_expert[i];
+        p.combine_row[i] = place < 0 ? -1 : expert_rows[load_index(p.topk_idx, p.index_bytes, i)] + place;
     }
 }
 
@@ -188,9 +210,10 @@ UCCL_EP_KERNEL(uccl_ep_ll_dispatch_send, LowLatencyDispatchParameters) {
         }
     }
     if (!sync_grid(group)) return;
-    uint8_t *staging = device::shared_memory() + device::warp_in_block() * align_up(align_up(p.shape.row_bytes, 16) + p.shape.scale_bytes, 64);
+    uint8_t *staging = device::shared_memory() + ll_placing_bytes(p.shape.num_experts, ranks) +
+                       device::warp_in_block() * align_up(align_up(p.shape.row_bytes, 16) + p.shape.scale_bytes, 64);
     for (uint32_t token = warp; token < p.num_tokens; token += warps) ll_write_token(p, token, parity, staging);
-    device::fence_system();
+    // The barrier orders the rows before the signals below: their release covers what the barrier made visible.
     if (!sync_grid(group)) return;
     for (uint32_t i = warp; i < ranks; i += warps) {
         const uint32_t rank = (group.rank + i) % ranks;
@@ -290,6 +313,20 @@ UCCL_EP_KERNEL(uccl_ep_ll_dispatch_receive, LowLatencyDispatchParameters) {
         p.combine_base[source] =
             masked(source) ? 0
                            : static_cast<int32_t>(reinterpret_cast<const MessageHeader *>(message_of(source))->words[kWordCombineBase]);
+    }
+    // Where my experts' rows for each source begin in its combine inbox: a warp a source.
+    for (uint32_t source = warp; source < ranks; source += warps) {
+        const auto *counts = reinterpret_cast<const int32_t *>(message_of(source) + sizeof(MessageHeader));
+        uint32_t sum = 0;
+        for (uint32_t base = 0; base < local_experts; base += device::kWarpSize) {
+            const uint32_t e = base + device::lane();
+            const uint32_t rows = e < local_experts && !masked(source) ? static_cast<uint32_t>(counts[e]) : 0;
+            uint32_t total;
+            const uint32_t before = sum + sum_below(rows, &total);
+            if (e < local_experts) p.rows_before[e * ranks + source] = static_cast<int32_t>(before);
+            sum += total;
+        }
+        if (device::lane() == 0) p.rows_home[source] = static_cast<int32_t>(sum);
     }
     if (!sync_grid(group)) return;
     const uint64_t rows_per_expert = uint64_t{ranks} * shape.max_tokens;

@@ -137,14 +137,6 @@ inline constexpr uint32_t kScaleGroup = 128;  // elements that share a scale
 
 UCCL_EP_DEVICE uint32_t scale_groups(uint32_t hidden) { return (hidden + kScaleGroup - 1) / kScaleGroup; }
 
-UCCL_EP_DEVICE float load_element(uint32_t payload_type, const uint8_t *row, uint32_t i) {
-    switch (static_cast<PayloadType>(payload_type)) {
-        case PayloadType::kBfloat16: return bfloat16_to_float(reinterpret_cast<const uint16_t *>(row)[i]);
-        case PayloadType::kFloat16: return device::half_to_float(reinterpret_cast<const uint16_t *>(row)[i]);
-        default: return reinterpret_cast<const float *>(row)[i];
-    }
-}
-
 struct Scale {
     float multiplier;  // of the values
     float stored;      // what the receiver multiplies with
@@ -159,23 +151,48 @@ UCCL_EP_DEVICE Scale scale_of(float amax, bool power_of_two) {
     return {device::bits_to_float((254u - exponent) << 23), device::bits_to_float(exponent << 23)};
 }
 
-// Quantize a row of bf16, fp16 or fp32 to e4m3 with a float32 scale for each 128 elements; the whole warp.
-UCCL_EP_DEVICE void quantize_row(uint32_t payload_type, const uint8_t *row, uint32_t hidden, bool power_of_two,
-                                 uint8_t *out, float *scales) {
+// Quantize a row to e4m3 with a float32 scale for each 128 elements; the whole warp. A lane has neighbouring
+// elements of each group, as many as the warp size leaves it.
+template <class Element>
+UCCL_EP_DEVICE void quantize_elements(const typename Element::Storage *row, uint32_t hidden, bool power_of_two,
+                                      uint8_t *out, float *scales) {
+    constexpr uint32_t kMine = kScaleGroup / device::kWarpSize;
     for (uint32_t group = 0; group < scale_groups(hidden); ++group) {
-        const uint32_t begin = group * kScaleGroup;
-        const uint32_t end = begin + kScaleGroup < hidden ? begin + kScaleGroup : hidden;
-        float amax = 0.0f;
-        for (uint32_t i = begin + device::lane(); i < end; i += device::kWarpSize) {
-            const float value = load_element(payload_type, row, i);
-            const float magnitude = device::bits_to_float(device::float_to_bits(value) & 0x7fffffffu);
-            amax = magnitude > amax ? magnitude : amax;
+        const uint32_t begin = group * kScaleGroup + device::lane() * kMine;
+        const uint32_t count = begin >= hidden ? 0 : hidden - begin < kMine ? hidden - begin : kMine;
+        float values[kMine];
+        if (count == kMine) {
+            for (uint32_t i = 0; i < kMine; ++i) values[i] = static_cast<float>(Element::load(row[begin + i]));
+        } else {
+            for (uint32_t i = 0; i < kMine; ++i) values[i] = i < count ? static_cast<float>(Element::load(row[begin + i])) : 0.0f;
         }
-        const Scale scale = scale_of(device::reduce_max(amax), power_of_two);
-        for (uint32_t i = begin + device::lane(); i < end; i += device::kWarpSize) {
-            out[i] = float_to_float8(load_element(payload_type, row, i) * scale.multiplier);
+        uint32_t largest = 0;  // as bits: magnitudes order like integers, and a NaN above all
+        for (uint32_t i = 0; i < kMine; ++i) {
+            const uint32_t magnitude = device::float_to_bits(values[i]) & 0x7fffffffu;
+            largest = magnitude > largest ? magnitude : largest;
+        }
+        const float amax = device::reduce_max(device::bits_to_float(largest));
+        const Scale scale = scale_of(amax, power_of_two);
+        uint8_t quantized[kMine];
+        for (uint32_t i = 0; i < kMine; ++i) quantized[i] = float_to_float8(values[i] * scale.multiplier);
+        if (count == kMine) {
+            for (uint32_t i = 0; i < kMine; ++i) out[begin + i] = quantized[i];
+        } else {
+            for (uint32_t i = 0; i < count; ++i) out[begin + i] = quantized[i];
         }
         if (device::lane() == 0) scales[group] = scale.stored;
+    }
+}
+
+UCCL_EP_DEVICE void quantize_row(uint32_t payload_type, const uint8_t *row, uint32_t hidden, bool power_of_two,
+                                 uint8_t *out, float *scales) {
+    switch (static_cast<PayloadType>(payload_type)) {
+        case PayloadType::kBfloat16:
+            return quantize_elements<Bfloat16>(reinterpret_cast<const uint16_t *>(row), hidden, power_of_two, out, scales);
+        case PayloadType::kFloat16:
+            return quantize_elements<Float16>(reinterpret_cast<const uint16_t *>(row), hidden, power_of_two, out, scales);
+        default:
+            return quantize_elements<Float32>(reinterpret_cast<const float *>(row), hidden, power_of_two, out, scales);
     }
 }
 

@@ -175,6 +175,8 @@ struct LowLatencyDispatchParameters {
     int32_t *count;           // out [L, num_ranks]
     int32_t *receive_count;   // out [L]
     int32_t *combine_base;    // out [num_ranks] first row of mine in each source rank's combine inbox
+    int32_t *rows_before;     // out [L, num_ranks] rows of that source in the experts before
+    int32_t *rows_home;       // out [num_ranks] rows of each source in all my experts
     int32_t *statistics;      // in/out [L] cumulative receive counts, or null
     int64_t *wait_cost;       // in/out [num_ranks] cycles (ns on the host) waited for each rank, or null
 };
@@ -184,7 +186,7 @@ struct LowLatencyCombineParameters {
     LowLatencyShape shape;
     // send half
     const uint8_t *x;            // [L, num_ranks * M, hidden] of the payload type
-    const int32_t *begin, *count, *combine_base;  // of the dispatch
+    const int32_t *begin, *count, *combine_base, *rows_before, *rows_home;  // of the dispatch
     // receive half
     const void *topk_idx;        // [num_tokens, num_topk] as given to dispatch
     const float *topk_weights;   // [num_tokens, num_topk]

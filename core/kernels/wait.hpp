@@ -115,7 +115,8 @@ UCCL_EP_DEVICE bool wait_signal_warp(const Group &group, const Awaited &awaited)
 // False on every thread of a block that saw a failure.
 UCCL_EP_DEVICE bool sync_grid(const Group &group) {
     device::sync_block();
-    if (device::num_blocks() > 1 && device::warp_in_block() == 0 && device::lane() == 0) {
+    const bool leader = device::warp_in_block() == 0 && device::lane() == 0;
+    if (device::num_blocks() > 1 && leader) {
         uint64_t *arrived = Counters::at(group, SingleCounter::kGridArrived);
         const uint64_t ticket = device::fetch_add_device(arrived, 1);
         // The count never goes back, so the round is known from the ticket alone.
@@ -123,8 +124,9 @@ UCCL_EP_DEVICE bool sync_grid(const Group &group) {
         const Awaited awaited{Phase::kNone, group.rank, 0, target};
         wait_at_least(group, awaited, [arrived] { return device::load_acquire_device(arrived); });
     }
-    // One answer for the whole block: a thread that left alone would be missed at the next barrier.
-    return device::sync_block_all(!aborted(group));
+    // One answer for the whole block: a thread that left alone would be missed at the next barrier. And one
+    // look: the word lies in host memory, which thousands of threads would read one after the other.
+    return device::sync_block_all(!leader || !aborted(group));
 }
 
 }  // namespace uccl_ep

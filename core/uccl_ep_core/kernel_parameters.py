@@ -194,6 +194,8 @@ class LowLatencyDispatchParameters(ctypes.Structure):
         ("count", c_void_p),
         ("receive_count", c_void_p),
         ("combine_base", c_void_p),
+        ("rows_before", c_void_p),
+        ("rows_home", c_void_p),
         ("statistics", c_void_p),
         ("wait_cost", c_void_p),
     ]
@@ -207,6 +209,8 @@ class LowLatencyCombineParameters(ctypes.Structure):
         ("begin", c_void_p),
         ("count", c_void_p),
         ("combine_base", c_void_p),
+        ("rows_before", c_void_p),
+        ("rows_home", c_void_p),
         ("topk_idx", c_void_p),
         ("topk_weights", c_void_p),
         ("combine_row", c_void_p),

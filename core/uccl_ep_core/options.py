@@ -110,7 +110,9 @@ class General:
         0, "most ranks of a scale-up domain; 0: all whose memory can be imported", minimum=0, maximum=4096
     )
     num_proxies: int = _option(1, "proxy threads a rank, each drives one lane", minimum=1, maximum=64)
-    num_channels: int = _option(2, "channels of the high-throughput mode", minimum=1, maximum=64)
+    num_channels: int = _option(
+        0, "channels of the high-throughput mode; 0: what keeps the device busy", minimum=0, maximum=1024
+    )
     slot_bytes: int = _option(
         131072, "bytes of a high-throughput slot, a multiple of 64", minimum=4096, maximum=1 << 24
     )
