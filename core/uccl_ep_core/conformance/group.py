@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -34,19 +33,19 @@ class Group:
         """Run one check on all ranks; (outcome, message)."""
         for rank, connection in enumerate(self._connections):
             connection.send(dict(request, rank=rank, size=self.size))
-        outcome, message = self._serve(time.monotonic() + limit_s, limit_s)
+        outcome, message = self._serve(limit_s)
         if outcome != "kept":
             self.usable = False
         return outcome, message
 
-    def _serve(self, end: float, limit_s: float) -> tuple[str, str]:
+    def _serve(self, limit_s: float) -> tuple[str, str]:
         alive = dict(enumerate(self._connections))
         killed: set[int] = set()
         done: dict[int, tuple[str, str]] = {}
         meeting: dict[int, tuple[str, Any]] = {}
         last_phase = ["start"] * self.size
         while len(done) < len(alive):
-            ready = wait([alive[rank] for rank in alive if rank not in done], max(0.0, end - time.monotonic()))
+            ready = wait([alive[rank] for rank in alive if rank not in done], limit_s)
             if not ready:
                 return "broken", self._hang(limit_s, alive, done, meeting, last_phase)
             for rank in [rank for rank, connection in alive.items() if connection in ready]:

@@ -26,7 +26,7 @@ class Session:
         options: the transport's options; text values are parsed.
         seeds: seeds to try; where the transport itself has an option ``seed`` that is not given, it gets them too.
         limit_s: how long anything may take that has to happen.
-        hang_s: how long a whole check may take before a call is held to hang; None: plenty.
+        hang_s: how long all ranks may stay silent before a call is held to hang; None: plenty.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Session:
         self.given = dict(options or {})
         self.seeds = tuple(seeds)
         self.limit_s = limit_s
-        self.hang_s = 6 * limit_s + 30 if hang_s is None else hang_s
+        self.hang_s = 3 * limit_s + 20 if hang_s is None else hang_s
         declared = dict(SHARED_TRANSPORT_OPTIONS) | dict(transport_class(transport).OPTIONS)
         unknown = [name for name in self.given if name not in declared]
         if unknown:
@@ -142,7 +142,7 @@ def run(
         seeds: seeds to try.
         checks: names of the checks to run; none: all.
         limit_s: how long anything may take that has to happen, e.g. noticing a dead peer.
-        hang_s: how long a whole check may take before a call is held to hang; None: plenty.
+        hang_s: how long all ranks may stay silent before a call is held to hang; None: plenty.
         on_result: called with each result as it comes.
     """
     wanted = list(checks) or list(CHECKS)
