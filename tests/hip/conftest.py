@@ -28,12 +28,6 @@ def fake(files: fakes.FakeFiles, monkeypatch: pytest.MonkeyPatch) -> fakes.Fake:
 @pytest.fixture
 def backend(fake: fakes.Fake, tmp_path: Path) -> Iterator[Any]:
     """An opened backend of the vendor, with a compile cache of its own."""
-    opened = fakes.backend_class(fake).open("0", options_of(fake, tmp_path))
+    opened = fakes.backend_class(fake).open("0", fakes.options_of(fake, tmp_path))
     yield opened
     opened.close()
-
-
-def options_of(fake: fakes.Fake, tmp_path: Path) -> dict[str, Any]:
-    cache = tmp_path / "cache"
-    cache.mkdir(mode=0o700, exist_ok=True)
-    return {**fake.files.options, "cache_dir": str(cache)}

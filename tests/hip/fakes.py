@@ -186,3 +186,10 @@ def backend_class(fake: Fake) -> Any:
     module, _, name = package.partition(":")
     real = getattr(importlib.import_module(module), name)
     return type(f"Fake{name}", (real,), {"torch_device_of": classmethod(lambda cls, ordinal: CpuTorchDevice(ordinal))})
+
+
+def options_of(fake: Fake, tmp_path: Path) -> dict[str, Any]:
+    """Options with which the vendor's backend opens the fake, and keeps what it compiles under ``tmp_path``."""
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700, exist_ok=True)
+    return {**fake.files.options, "cache_dir": str(cache)}

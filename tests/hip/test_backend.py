@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import KERNELS, Fake, backend_class
+from fakes import KERNELS, Fake, backend_class, options_of
 
-from conftest import options_of
 from uccl_ep_core.device_runtime.driver import DriverError
 from uccl_ep_core.device_runtime.windows import WindowHandle, WindowImportError
 from uccl_ep_core.errors import ArgumentError, BackendUnavailableError, BufferClosedError, ConfigurationError

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Fake, backend_class
+from fakes import Fake, backend_class, options_of
 
-from conftest import options_of
 from uccl_ep_core.device_runtime.compile_cache import CompileCache, CompileTimeoutError, cache_key
 from uccl_ep_core.device_runtime.compiler import CompileError, CompilerLibrary, run_compiler
 from uccl_ep_core.device_runtime.objects import find_object, write_manifest
