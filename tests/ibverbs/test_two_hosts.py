@@ -57,7 +57,7 @@ def run(guest: Any, way: tuple[str, str], netem: str, arguments: str, limit_s: f
         "UCCL_EP_IBVERBS_TIMEOUT": "12",  # 17 ms: a lost packet costs little, seven losses in a row are an error
         "UCCL_EP_TIMEOUT_S": str(timeout_s),
     }
-    spoil = f"tc qdisc add dev vec0 root netem {netem}" if netem else "true"
+    spoil = " && ".join(f"tc qdisc add dev {link} root netem {netem}" for link in ("vec0", "vec1")) if netem else "true"
     command = f"{spoil} && exec timeout {limit_s} {sys.executable} {SCRIPT} {arguments}"
     results = guest.run([command, command], timeout_s=START_S + limit_s, memory="3G", env=settings)
     logs = "\n".join(f"--- node {it.node} ended with {it.status}\n{it.log}" for it in results)

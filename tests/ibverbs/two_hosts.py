@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch.distributed as dist
@@ -113,7 +113,8 @@ def until_failure(work: Steps, at: int) -> tuple[PeerFailure, float]:
     while True:
         if index == at:
             dist.barrier()
-            subprocess.run(["tc", "qdisc", "replace", "dev", "vec0", "root", "netem", "loss", "100%"], check=True)
+            for link in ("vec0", "vec1"):
+                subprocess.run(["tc", "qdisc", "replace", "dev", link, "root", "netem", "loss", "100%"], check=True)
             silent_since = time.monotonic()
         try:
             work.step(index)

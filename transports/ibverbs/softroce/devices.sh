@@ -3,7 +3,8 @@
 # One guest: rxe0 and rxe1 lie on the two ends of a veth, so that what they send each other crosses a
 # link that netem can spoil. siw0 lies on a dummy interface (not on the loop-back one, whose address
 # rdma_cm cannot resolve to a device).
-# Two guests: rxe0 and siw0 both lie on vec0, the link between the guests.
+# Two guests: two links between them, rxe0 on vec0 and siw0 on vec1. Not both on one, since rdma_cm
+# finds a device by its network interface's address.
 wait_for() { # wait_for FILE PATTERN: at most two seconds until the file says so
     local tries
     for tries in {1..200}; do
@@ -16,11 +17,13 @@ wait_for() { # wait_for FILE PATTERN: at most two seconds until the file says so
 
 if [ -e /sys/class/net/vec0 ]; then
     peer=$((1 - NODE))
-    siw_on=vec0
-    ip link set vec0 address "02:00:00:00:07:0$((NODE + 1))"
-    ip address add "10.7.0.$((NODE + 1))/24" dev vec0
-    ip link set vec0 up
-    ip neighbour replace "10.7.0.$((peer + 1))" lladdr "02:00:00:00:07:0$((peer + 1))" dev vec0
+    siw_on=vec1
+    for link in 0 1; do
+        ip link set "vec$link" address "02:00:00:00:0$link:0$((NODE + 1))"
+        ip address add "10.7.$link.$((NODE + 1))/24" dev "vec$link"
+        ip link set "vec$link" up
+        ip neighbour replace "10.7.$link.$((peer + 1))" lladdr "02:00:00:00:0$link:0$((peer + 1))" dev "vec$link"
+    done
     rdma link add rxe0 type rxe netdev vec0 || return 1
 else
     siw_on=dummy0

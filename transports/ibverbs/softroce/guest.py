@@ -7,7 +7,7 @@
 A guest is a User-Mode Linux process (kernel: ``build_kernel.sh``) that sees the host's files read-only
 and runs the host's programs. Before the command runs, ``devices.sh`` makes the RDMA devices: ``rxe0``
 and ``siw0``. In the command, NODE is 0 or 1 and JOB a folder that guest and host both write. Two guests
-are joined by one socket pair, so nothing touches the host's network.
+are joined by two socket pairs, so nothing touches the host's network.
 
 The exit code is the command's (of two, the first that is not 0); 124 when the time is up, 97 when a
 guest did not come up, with its console on stderr.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import os
 import pathlib
 import shlex
@@ -67,7 +68,7 @@ def _start(
     job: pathlib.Path,
     memory: str,
     env: Mapping[str, str],
-    link: int | None,
+    links: Sequence[int],
 ) -> subprocess.Popen[bytes]:
     exports = {"NODE": str(node), "JOB": "/run/job", "PATH": os.environ["PATH"], **env}
     lines = [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
@@ -76,8 +77,7 @@ def _start(
     arguments = [kernel, f"mem={memory}", "root=none", "rootfstype=hostfs", "rootflags=/", "ro"]
     arguments += [f"init={HERE / 'guest_init.sh'}", "con=null", "con0=null,fd:1", "quiet"]
     arguments += [f"uccl_job={job}", f"umid=uccl_ep_{os.getpid()}_{node}"]
-    if link is not None:
-        arguments.append(f"vec0:transport=fd,fd={link},mtu=9200")
+    arguments += [f"vec{number}:transport=fd,fd={fd},mtu=9200" for number, fd in enumerate(links)]
     # A guest has one CPU, and every system call of its processes passes between two host threads:
     # on one core that is about four times faster than across two.
     cpus = sorted(os.sched_getaffinity(0))
@@ -88,7 +88,7 @@ def _start(
             stdin=subprocess.DEVNULL,
             stdout=console,
             stderr=subprocess.STDOUT,
-            pass_fds=[] if link is None else [link],
+            pass_fds=links,
             env={**os.environ, "TMPDIR": "/dev/shm"},  # the guest's memory is a sparse file there
             start_new_session=True,
         )
@@ -112,15 +112,17 @@ def run(
         raise ValueError(f"{len(commands)} guests were asked for: one or two can be linked")
     kernel = kernel or build_kernel()
     with contextlib.ExitStack() as cleanup:
-        links = [cleanup.enter_context(end) for end in _link()] if len(commands) == 2 else []
+        links = [_link() for _ in range(2)] if len(commands) == 2 else []
+        for end in itertools.chain(*links):
+            cleanup.enter_context(end)
         jobs = []
         processes: list[subprocess.Popen[bytes]] = []
         for node, command in enumerate(commands):
             job = pathlib.Path(tempfile.mkdtemp(prefix="uccl_ep-guest-"))
             cleanup.callback(shutil.rmtree, job, ignore_errors=True)
             jobs.append(job)
-            link = links[node].fileno() if links else None
-            process = _start(kernel, node, cpu, command, job, memory, env or {}, link)
+            ends = [link[node].fileno() for link in links]
+            process = _start(kernel, node, cpu, command, job, memory, env or {}, ends)
             cleanup.callback(_stop, process)
             processes.append(process)
         deadline = time.monotonic() + timeout_s

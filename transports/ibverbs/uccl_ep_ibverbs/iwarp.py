@@ -53,6 +53,12 @@ class Listener:
         self._listener = cmid.CMID(creator=self._channel)
         self._fd = raw.event_channel_fd(self._channel)
         self._listener.bind_addr(cmid.AddrInfo(src=rail.ip))
+        found = _text(self._listener.dev_name)
+        if found != rail.nic.name:
+            raise TransportError(
+                f"rdma_cm finds {found}, not {rail.nic.name}, by the address {rail.ip}: two devices lie on "
+                f"{rail.interface}; put them on different interfaces, or use {found}"
+            )
         self._listener.listen(backlog=512)
         self.port = raw.source_port(self._listener)
         self._accepted: dict[int, tuple[QueuePair, Any]] = {}  # by rdma_cm id
