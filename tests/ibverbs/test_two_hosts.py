@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -70,6 +71,10 @@ def test_exact_over_a_bad_link(guest: Any, way: tuple[str, str]) -> None:
     number = 1000
     for log in run(guest, way, BAD_LINK, f"steps {number}", limit_s=1200, timeout_s=120):
         assert f"exact for {number} steps over {way[1]}" in log
+        found = re.search(r"qdisc netem.*?dropped (\d+),", log, re.DOTALL)
+        assert found, f"there was no netem on the link:\n{log}"
+        assert int(found.group(1)) > 0, f"the link lost nothing, so nothing was tested:\n{log}"
+        print(log)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way))
