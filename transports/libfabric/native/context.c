@@ -94,9 +94,9 @@ int fab_open_rail(fab_context *context, uint32_t rail, const fab_query *query, i
 }
 
 void fab_set_patience(fab_context *context, uint64_t nanoseconds) { context->patience_ns = nanoseconds; }
-void fab_set_delivery(fab_context *context, int always, int empty) {
+void fab_set_delivery(fab_context *context, int always, int network) {
     context->write_flags = always ? FI_DELIVERY_COMPLETE : 0;
-    context->deliver_empty = empty != 0;
+    context->network = network != 0;
 }
 const char *fab_words(const fab_context *context) { return context->words; }
 void *fab_operations(fab_context *context) { return &context->table; }

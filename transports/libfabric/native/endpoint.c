@@ -144,7 +144,6 @@ static void close_fid(struct fid *fid) {
  * endpoint itself stays: with transfers under way in it, closing it crashes some releases (tcp;ofi_rxm of
  * 1.17). */
 void fab_rail_revoke(fab_rail *rail) {
-    rail->retired = true;
     for (uint32_t i = 0; i < FAB_MAX_REGIONS; i++) {
         if (rail->mr[i]) {
             fi_close(&rail->mr[i]->fid);

@@ -183,7 +183,7 @@ struct fab_context {
     uint64_t stripe_bytes, max_message;
     uint64_t patience_ns;
     uint64_t write_flags; /* of every write: FI_DELIVERY_COMPLETE or 0 */
-    bool deliver_empty;   /* FI_DELIVERY_COMPLETE also for writes of no bytes */
+    bool network;         /* the provider reaches other machines */
     uint32_t rank, num_ranks;
     uint64_t group;
     _Atomic int32_t *dead;    /* by rank: uccl_ep_peer_state */

@@ -159,10 +159,23 @@ void fab_refused(fab_lane *lane, uint32_t rail_index, uint32_t peer) {
     }
 }
 
-/* Give up our side of a rail: new writes are shut out, then what has landed is taken in, its immediates
- * too, and from then on the endpoint is never polled again, so that a provider which works in our calls
- * does nothing more. A provider may need several calls before it shows an immediate whose write it has
- * already acknowledged, hence the quiet ones. */
+/* Take in what has landed. A provider may need several calls before it shows an immediate whose write it
+ * has already acknowledged, hence the quiet ones. */
+static void drain(fab_lane *lane, uint32_t rail) {
+    const uint64_t end = fab_now_ns() + kDrainLimitNs;
+    for (uint32_t quiet = 0; quiet < kQuietCalls && fab_now_ns() < end; quiet++) {
+        uccl_ep_arrival arrivals[FAB_CQ_BATCH];
+        const uint64_t count = fab_read_arrivals(lane, rail, arrivals, FAB_CQ_BATCH);
+        for (uint64_t i = 0; i < count; i++) {
+            fab_stash_push(lane, arrivals[i].immediate);
+            quiet = 0;
+        }
+    }
+}
+
+/* Give up our side of a rail: new writes are shut out, what has landed is taken in, and from then on the
+ * endpoint is never polled again. Within one machine writes land in our own calls only, so that not
+ * calling shuts them out; deregistering first would make shm of 2.5 report success for what it refused. */
 void fab_shut_rail(fab_lane *lane, uint32_t rail_index, const char *words) {
     fab_rail *rail = &lane->rails[rail_index];
     if (!rail->open) {
@@ -171,15 +184,13 @@ void fab_shut_rail(fab_lane *lane, uint32_t rail_index, const char *words) {
     if (rail->retired) {
         return; /* a message among the arrivals below asks for the same */
     }
+    rail->retired = true;
+    if (!lane->context->network) {
+        drain(lane, rail_index);
+    }
     fab_rail_revoke(rail);
-    const uint64_t end = fab_now_ns() + kDrainLimitNs;
-    for (uint32_t quiet = 0; quiet < kQuietCalls && fab_now_ns() < end; quiet++) {
-        uccl_ep_arrival arrivals[FAB_CQ_BATCH];
-        const uint64_t count = fab_read_arrivals(lane, rail_index, arrivals, FAB_CQ_BATCH);
-        for (uint64_t i = 0; i < count; i++) {
-            fab_stash_push(lane, arrivals[i].immediate);
-            quiet = 0;
-        }
+    if (lane->context->network) {
+        drain(lane, rail_index);
     }
     rail->open = false;
     for (uint32_t peer = 0; peer < lane->context->num_ranks; peer++) {

@@ -107,8 +107,8 @@ int fab_query_infos(const fab_library *library, const fab_query *query, fab_info
 fab_context *fab_create(const fab_library *library, uint32_t lanes, uint32_t rails, uint32_t send_depth,
                         uint32_t receive_depth, uint64_t stripe_bytes, uint64_t max_message);
 /* `always`: post every write with FI_DELIVERY_COMPLETE, which is what lets another rail take over from a
- * lost one. `empty`: also writes of no bytes (the shm provider of 1.17 never completes such a write). */
-void fab_set_delivery(fab_context *context, int always, int empty);
+ * lost one. `network`: the provider reaches other machines, not just the memory of this one. */
+void fab_set_delivery(fab_context *context, int always, int network);
 /* Take a connection for lost when the provider refuses writes this long though nothing is in flight; 0: never. */
 void fab_set_patience(fab_context *context, uint64_t nanoseconds);
 /* Open rail `rail` of every lane on answer number `choice` of `query`. 0, or a negative errno and fab_words. */

@@ -17,6 +17,7 @@ from uccl_ep_core.transport import Device, Memory, Option, Transport
 
 from . import leftovers, network, topology
 from .address import Address, Endpoint, unpack
+from .benchmark import Loops
 from .explain import why_absent
 from .library import Library, constants, find, native
 from .options import OPTIONS
@@ -287,6 +288,10 @@ class LibfabricTransport(Transport):
     def native_context(self) -> Any:
         """The C context, for benchmarks and tests of this plugin."""
         return self._context
+
+    def benchmark_loops(self) -> Loops | None:
+        """For ``uccl-ep bench transport``; None with several rails, which the bare loop knows nothing of."""
+        return Loops(self._context, self._library) if len(self._choice.rails) == 1 else None
 
     def statistics(self) -> dict[str, int]:
         """Counts of `fab_statistics`, over all lanes."""
