@@ -146,7 +146,7 @@ class IbverbsTransport(Transport):
             # What the reliable connection itself orders, iWARP does not: its writes may be placed as
             # their segments come, and only a later message of another kind proves them placed.
             write_order=ordered and immediates,
-            signal_order=ordered and immediates,
+            signal_order=signals and immediates,
             imm_bits=32 if immediates else 0,
             imm_after_payload=immediates,
             # An acknowledgement says that the peer's NIC has the bytes, not that its memory has.
