@@ -39,9 +39,8 @@ PYBIND11_MODULE(_native, module) {
     module.doc() = "Data plane of the ibverbs transport: posts and polls on queues that pyverbs made.";
 
     py::class_<Region>(module, "Region")
-        .def(py::init([](uint64_t base, uint64_t bytes, uint64_t chunk_bytes, std::vector<uint32_t> keys, bool readable) {
-                 return Region{base, bytes, chunk_bytes, std::move(keys), readable};
-             }),
+        .def(py::init([](uint64_t base, uint64_t bytes, uint64_t chunk_bytes, std::vector<uint32_t> keys,
+                         bool readable) { return Region{base, bytes, chunk_bytes, std::move(keys), readable}; }),
              py::kw_only(), py::arg("base"), py::arg("bytes"), py::arg("chunk_bytes"), py::arg("keys"),
              py::arg("readable") = false);
 

@@ -61,9 +61,7 @@ Lane::Pair *Lane::pair_of(uint32_t peer) {
     return &pairs_[static_cast<size_t>(place_by_rank_[peer])];
 }
 
-Place Lane::place_of(const Pair &pair) const {
-    return {settings_.device, pair.peer, index_, pair.queue_pair->qp_num};
-}
+Place Lane::place_of(const Pair &pair) const { return {settings_.device, pair.peer, index_, pair.queue_pair->qp_num}; }
 
 ibv_send_wr *Lane::add_request(Pair &pair, uint64_t token, bool has_token, bool fenced) {
     if (pair.head == nullptr) touched_.push_back(&pair);
@@ -136,7 +134,8 @@ Lane::Verdict Lane::add_write(const uccl_ep_write &write) {
     } while (done < write.bytes);
     if (fenced) {
         pair->fences |= 1u << write.remote_region;
-        pair->fence_offset[write.remote_region] = std::min(write.remote_offset + (done ? done - 1 : 0), remote.bytes - 1);
+        pair->fence_offset[write.remote_region] =
+            std::min(write.remote_offset + (done ? done - 1 : 0), remote.bytes - 1);
     }
     return Verdict::kAccepted;
 }
@@ -341,7 +340,8 @@ void Lane::post_watch(Pair &pair) {
 void Lane::look_at_watches() {
     ibv_wc completion;
     while (ibv_poll_cq(receive_queue_, 1, &completion) > 0) {
-        if (completion.status != IBV_WC_SUCCESS) on_flushed_receive(pairs_[completion.wr_id >> kPlaceShift], completion);
+        if (completion.status != IBV_WC_SUCCESS)
+            on_flushed_receive(pairs_[completion.wr_id >> kPlaceShift], completion);
     }
 }
 

@@ -54,7 +54,7 @@ struct Statistics {
 };
 
 class Lane {
-public:
+  public:
     Lane(uint32_t index, uint32_t num_ranks, std::atomic<uint8_t> *dead, LaneSettings settings, ibv_cq *send_queue,
          ibv_cq *receive_queue);
 
@@ -69,7 +69,7 @@ public:
     const char *last_error() const { return error_.c_str(); }
     const Statistics &statistics() const { return statistics_; }
 
-private:
+  private:
     struct Entry {
         uint64_t token;
         bool has_token;  // false: a piece of a write that goes on, or a fencing read

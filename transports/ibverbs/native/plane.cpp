@@ -10,7 +10,8 @@ namespace {
 Lane *lane_of(void *context, uint32_t lane) { return static_cast<Plane *>(context)->lane(lane); }
 
 // Nothing may be thrown through the C interface; the one thing that can fail here is memory.
-template <typename Function> int64_t guarded(void *context, uint32_t index, Function function) {
+template <typename Function>
+int64_t guarded(void *context, uint32_t index, Function function) {
     Lane *lane = lane_of(context, index);
     if (lane == nullptr) return -EINVAL;
     try {
@@ -43,7 +44,8 @@ const char *last_error(void *context, uint32_t lane) {
     return it == nullptr ? "there is no such lane" : it->last_error();
 }
 
-template <typename Handle> Handle *handle(uint64_t address, const char *what) {
+template <typename Handle>
+Handle *handle(uint64_t address, const char *what) {
     if (address == 0 || address % alignof(Handle) != 0) {
         throw std::invalid_argument(std::string("pyverbs gave no ") + what + " handle");
     }
@@ -85,7 +87,8 @@ void Plane::add_pair(uint32_t lane, uint32_t peer, const Handles &handles, PairS
                             queues.send->context == raw->context && queues.receive->context == raw->context;
     if (!consistent) {
         throw std::invalid_argument("the queue pair's handle does not agree with what pyverbs says of it (number " +
-                                    std::to_string(handles.qp_num) + "): this pyverbs lays its objects out differently");
+                                    std::to_string(handles.qp_num) +
+                                    "): this pyverbs lays its objects out differently");
     }
     lanes_.at(lane)->add_pair(peer, const_cast<ibv_qp *>(raw), std::move(settings));
 }

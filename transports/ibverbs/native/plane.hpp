@@ -18,7 +18,7 @@ struct Handles {
 };
 
 class Plane {
-public:
+  public:
     Plane(uint32_t num_ranks, uint64_t max_message, bool immediates, bool signals);
 
     void add_lane(LaneSettings settings, uint64_t send_queue, uint64_t receive_queue);
@@ -32,7 +32,7 @@ public:
     Lane *lane(uint32_t index) { return index < lanes_.size() ? lanes_[index].get() : nullptr; }
     int32_t peer_state(uint32_t peer) const;
 
-private:
+  private:
     struct Queues {
         ibv_cq *send;
         ibv_cq *receive;
