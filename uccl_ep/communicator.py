@@ -58,15 +58,13 @@ class _Resources:
         self.transport: Transport | None = None
         self.engine: Any = None
         self.monitor: Any = None
-        self.control: Window | None = None
+        self.verdicts: Any = None
         self.backend: GpuBackend | None = None
 
     def close(self) -> None:
-        if self.control is not None:
-            # Peers that still wait for this rank learn that it left on purpose.
-            closed = ctypes.c_uint64.from_address(self.control.memory.pointer + 16)
-            closed.value = 1
-            self.control = None
+        if self.verdicts is not None:
+            self.verdicts.close()  # peers that still wait for this rank learn that it left on purpose
+            self.verdicts = None
         if self.engine is not None:
             self.engine.stop(2.0)
             self.engine = None
@@ -172,7 +170,7 @@ class Communicator:
         )
         together(bootstrap, "importing windows of the scale-up domain", lambda: self._import(peers))
         identities = {rank: identity for rank, (_, _, identity) in enumerate(peers) if rank != self.rank}
-        self.verdicts = _native.Verdicts(
+        self.verdicts = resources.verdicts = _native.Verdicts(
             self.rank,
             self.layout,
             self.control.memory.pointer,
@@ -239,7 +237,6 @@ class Communicator:
         windows.append(self.data)
         self.control = backend.allocate_host_window(self.layout.control_bytes())
         windows.append(self.control)
-        self._resources.control = self.control
         self._status = backend.allocate_host_window(4096)
         windows.append(self._status)
         stride = max(self.num_ranks * self.num_channels, 16)

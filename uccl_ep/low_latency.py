@@ -35,7 +35,7 @@ from .tensors import (
 
 SCALE_GROUP = 128  # elements that share a scale
 WARPS_PER_BLOCK = 8
-SHARED_LIMIT_BYTES = 64 << 10  # of a block; every GPU since 2017 has as much
+MOST_BLOCKS = 48  # more cost more in grid barriers than they bring (docs/performance.md)
 LIVE_RESULTS = 2  # results that are valid at the same time: one a parity
 QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -250,7 +250,7 @@ class LowLatency:
         handle = LowLatencyHandle.of(state)
         staging = round_up(round_up(wire_bytes, 16) + scale_bytes, 64)
         placing = round_up((num_experts + ranks) * 4, 64)
-        grid = self._grid(SHARED_LIMIT_BYTES - placing, staging if quantization else 0)
+        grid = self._grid(placing, staging if quantization else 0)
         communicator.launch(
             "uccl_ep_ll_dispatch_send",
             parameters,
@@ -276,13 +276,13 @@ class LowLatency:
                 f"{name} is {tensor.dtype} {tuple(tensor.shape)}: a contiguous {dtype} tensor of shape ({length},) is needed"
             )
 
-    def _grid(self, shared_bytes: int = 0, staging_bytes: int = 0) -> dict[str, int]:
-        """All blocks that run at once; fewer warps where each needs so much staging."""
+    def _grid(self, fixed_bytes: int = 0, staging_bytes: int = 0) -> dict[str, int]:
+        """All blocks that run at once; fewer warps where their staging would not fit shared memory."""
         limits = self._communicator.backend.limits
         warps = 1 if limits.warp_size == 1 else min(WARPS_PER_BLOCK, limits.max_warps_per_block)
         if staging_bytes:
-            warps = max(1, min(warps, shared_bytes // staging_bytes))
-        return {"num_blocks": limits.max_blocks, "warps": warps}
+            warps = max(1, min(warps, (limits.max_shared_bytes - fixed_bytes) // staging_bytes))
+        return {"num_blocks": min(limits.max_blocks, MOST_BLOCKS), "warps": warps}
 
     # ---- combine ----
 

@@ -25,7 +25,7 @@ enum class SingleCounter : uint32_t {
     kLowLatencyCombineReceived = 3,
     kBarrier = 4,
     kGridArrived = 5,
-    kGridGeneration = 6,
+    kAborted = 6,  // not a count: non-zero once a kernel of this rank has seen that somebody failed
 };
 
 struct Counters {

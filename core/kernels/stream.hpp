@@ -114,8 +114,7 @@ UCCL_EP_DEVICE StreamPlace forward_from(const Group &group, uint32_t source, uin
 // Called by one thread.
 UCCL_EP_DEVICE bool raise_signal(const Group &group, uint32_t peer, uint32_t signal, uint64_t value, Phase phase) {
     if (group.is_local(peer)) {
-        device::fence_system();
-        device::store_release_system(signal_address(group, group.peer_control[peer], signal), value);
+        device::store_release_system(local_signal(group, peer, signal), value);
         return true;
     }
     const Command command{Operation::kWriteSignal, peer, signal, 0, 0, 0, value};
@@ -153,9 +152,7 @@ class StreamSender {
         uint32_t ok = 1;
         if (device::lane() == 0) {
             if (group_.is_local(place_.peer)) {
-                device::fence_system();
-                uint8_t *control = group_.peer_control[place_.peer];
-                device::store_release_system(signal_address(group_, control, place_.data_signal), sent_);
+                device::store_release_system(local_signal(group_, place_.peer, place_.data_signal), sent_);
             } else {
                 const uint64_t slot = (sent_ - 1) % group_.layout.num_slots;
                 const uint64_t offset = slot * group_.layout.slot_bytes;

@@ -34,10 +34,19 @@ UCCL_EP_DEVICE void fail(const Group &group, Reason reason, const Awaited &await
         device::store_release_system(&status->ready, 1);
     }
     device::store_release_system(&control_header(group)->aborted, 1);
+    device::store_release_device(Counters::at(group, SingleCounter::kAborted), 1);
 }
 
+// Whether a kernel of this rank has seen a failure. The word that others set lies in host memory, where a
+// thousand threads would wait for each other's reads; only long waits look at it, and copy it here.
 UCCL_EP_DEVICE bool aborted(const Group &group) {
-    return device::load_relaxed_system(&control_header(group)->aborted) != 0;
+    return device::load_acquire_device(Counters::at(group, SingleCounter::kAborted)) != 0;
+}
+
+UCCL_EP_DEVICE bool aborted_by_others(const Group &group) {
+    if (device::load_relaxed_system(&control_header(group)->aborted) == 0) return false;
+    device::store_release_device(Counters::at(group, SingleCounter::kAborted), 1);
+    return true;
 }
 
 // The limit of one wait; used by one thread.
@@ -53,8 +62,8 @@ class WaitLimit {
     // failed, or the time is up (which is recorded).
     UCCL_EP_DEVICE bool keep_waiting(uint64_t seen) {
         device::relax();
-        if (aborted(group_)) return false;
-        if (++polls_ % 64 != 0) return true;
+        if (++polls_ % 64 != 0) return !aborted(group_);
+        if (aborted_by_others(group_)) return false;
         const uint64_t now = device::now_ns();
         if (start_ == 0) start_ = now;
         const uint64_t elapsed = now - start_;
@@ -92,13 +101,17 @@ UCCL_EP_DEVICE bool wait_at_least(const Group &group, const Awaited &awaited, Re
     return true;
 }
 
-UCCL_EP_DEVICE uint64_t *signal_address(const Group &group, uint8_t *control, uint32_t index) {
-    return reinterpret_cast<uint64_t *>(control + group.layout.signal_offset(index));
+// Where a rank of my domain (or this one) keeps a signal that a rank of the domain raises.
+UCCL_EP_DEVICE uint64_t *local_signal(const Group &group, uint32_t owner, uint32_t index) {
+    return reinterpret_cast<uint64_t *>(group.peer_data[owner] + group.layout.local_signal_offset(index));
 }
 
-// Wait for a signal of my own control window; called by one thread.
+// Wait for a signal that `awaited.peer` raises for me; called by one thread.
 UCCL_EP_DEVICE bool wait_signal(const Group &group, const Awaited &awaited) {
-    const uint64_t *address = signal_address(group, group.control, awaited.signal);
+    const uint64_t *address =
+        group.is_local(awaited.peer)
+            ? local_signal(group, group.rank, awaited.signal)
+            : reinterpret_cast<const uint64_t *>(group.control + group.layout.signal_offset(awaited.signal));
     return wait_at_least(group, awaited, [address] { return device::load_acquire_system(address); });
 }
 
@@ -124,8 +137,7 @@ UCCL_EP_DEVICE bool sync_grid(const Group &group) {
         const Awaited awaited{Phase::kNone, group.rank, 0, target};
         wait_at_least(group, awaited, [arrived] { return device::load_acquire_device(arrived); });
     }
-    // One answer for the whole block: a thread that left alone would be missed at the next barrier. And one
-    // look: the word lies in host memory, which thousands of threads would read one after the other.
+    // One answer for the whole block: a thread that left alone would be missed at the next barrier.
     return device::sync_block_all(!leader || !aborted(group));
 }
 

@@ -25,11 +25,13 @@ class KernelLimits:
         max_blocks: blocks that are certain to run at the same time.
         max_warps_per_block: warps of one block.
         warp_size: lanes of a warp or wavefront.
+        max_shared_bytes: most ``shared_bytes`` of a launch.
     """
 
     max_blocks: int
     max_warps_per_block: int
     warp_size: int
+    max_shared_bytes: int = 32 << 10
 
 
 class Window(abc.ABC):

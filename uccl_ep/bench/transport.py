@@ -3,7 +3,8 @@
 One rank writes with immediate data (as the counted plan does), the other polls the arrivals. A transport
 may bring a bare loop on the library below it: then both run alternately, between the same barriers, and
 the ratio says how much of the bare rate is left. A figure is the median of all rounds, a ratio the
-median over pairs of neighbouring rounds. The loops come from the transport's ``benchmark_loops()``; without them the table is driven from Python, which is slow.
+median over pairs of neighbouring rounds. The loops come from the transport's ``benchmark_loops()``;
+without them the table is driven from Python, which is slow.
 """
 
 from __future__ import annotations

@@ -190,7 +190,8 @@ class RuntimeBackend(GpuBackend, abc.ABC):
     @property
     def limits(self) -> KernelLimits:
         warps = self.facts.max_threads_per_block // self.facts.warp_size
-        return KernelLimits(self._max_blocks, warps, self.facts.warp_size)
+        shared_bytes = self.facts.max_shared_bytes - self.facts.staging_bytes
+        return KernelLimits(self._max_blocks, warps, self.facts.warp_size, shared_bytes)
 
     def describe(self) -> Mapping[str, Any]:
         """Facts for ``uccl-ep info``."""
@@ -335,9 +336,8 @@ class RuntimeBackend(GpuBackend, abc.ABC):
             raise ArgumentError(f"warps_per_block = {warps_per_block}: must be 1 to {limits.max_warps_per_block}")
         if num_blocks < 1 or (cooperative and num_blocks > limits.max_blocks):
             raise ArgumentError(f"num_blocks = {num_blocks}: must be 1 to {limits.max_blocks}")
-        most_shared = self.facts.max_shared_bytes - self.facts.staging_bytes
-        if shared_bytes > most_shared:
-            raise ArgumentError(f"shared_bytes = {shared_bytes}: at most {most_shared} on this device")
+        if shared_bytes > limits.max_shared_bytes:
+            raise ArgumentError(f"shared_bytes = {shared_bytes}: at most {limits.max_shared_bytes} on this device")
         shared_bytes = -(-shared_bytes // _SHARED_ALIGNMENT) * _SHARED_ALIGNMENT + self.facts.staging_bytes
         target = self.current_stream() if stream is None else stream
         threads = warps_per_block * limits.warp_size

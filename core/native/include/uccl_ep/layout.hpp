@@ -11,6 +11,7 @@
 //                                               to me by a rank of my own domain
 //   outboxes        the sending side of direct and rail rings, for peers reached through a transport
 //   low-latency     [2 parities] inbox and outbox of dispatch and of combine
+//   local signals   those that ranks of my domain raise for me
 //
 // Control window (host memory, mapped to the device):
 //   header, verdicts, signals, signal outbox, verdict outbox, notices, notice outbox
@@ -170,7 +171,12 @@ struct Layout {
     UCCL_EP_DEVICE uint64_t ll_combine_outbox(uint32_t parity) const {
         return ll_combine_inbox_base() + 2 * ll_combine_bytes + parity * ll_outbox_bytes;
     }
-    UCCL_EP_DEVICE uint64_t data_bytes() const { return ll_combine_outbox(2); }
+    // Signals that ranks of the same scale-up domain raise for each other: beside the payload, so that a GPU
+    // polls its own memory. Those that a proxy raises lie in the control window, in host memory.
+    UCCL_EP_DEVICE uint64_t local_signal_offset(uint32_t index) const {
+        return align_up(ll_combine_outbox(2), kCacheLine) + uint64_t{index} * kCacheLine;
+    }
+    UCCL_EP_DEVICE uint64_t data_bytes() const { return align_up(local_signal_offset(num_signals()), 4096); }
 
     // ---- control window ----
     UCCL_EP_DEVICE static constexpr uint64_t header_offset() { return 0; }
