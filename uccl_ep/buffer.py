@@ -129,7 +129,9 @@ class Buffer:
     def set_num_sms(new_num_sms: int) -> None:
         """A hint of how many multiprocessors to use; even."""
         if new_num_sms <= 0 or new_num_sms % 2:
-            raise ArgumentError(f"num_sms = {new_num_sms}: must be even and positive, use {max(2, new_num_sms // 2 * 2)}")
+            raise ArgumentError(
+                f"num_sms = {new_num_sms}: must be even and positive, use {max(2, new_num_sms // 2 * 2)}"
+            )
         Buffer.num_sms = new_num_sms
 
     @staticmethod
@@ -255,7 +257,7 @@ class Buffer:
         payload, scales = x if isinstance(x, tuple) else (x, None)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
-                raise ArgumentError("a cached dispatch carries no topk_idx or topk_weights: leave out either them or handle")
+                raise ArgumentError("a cached dispatch carries no topk_idx or topk_weights: leave out them or handle")
             cached = high_throughput.dispatch_cached(self._communicator, handle, payload, scales)
             return self._payload(cached), None, None, None, cached.handle, self._event(async_finish)
         if is_token_in_rank is None or num_tokens_per_expert is None:
@@ -424,17 +426,21 @@ class Buffer:
             (out, event, hook or None).
         """
         _refuse(use_logfmt=use_logfmt, overlap=overlap)
-        for name, value in (("packed_recv_count", packed_recv_count), ("comp_signal", comp_signal), ("src_signals", src_signals)):
+        for name, value in (
+            ("packed_recv_count", packed_recv_count),
+            ("comp_signal", comp_signal),
+            ("src_signals", src_signals),
+        ):
             if value is not None:
                 raise ArgumentError(f"{name} belongs to overlap, which is not supported: leave it out")
         if async_finish and return_recv_hook:
             raise ArgumentError("async_finish and return_recv_hook exclude each other: pass one of them")
         self._require_low_latency()
         if zero_copy and x.data_ptr() != self._low_latency.combine_buffer(handle).data_ptr():
-            raise ArgumentError("zero_copy: write the expert outputs into get_next_low_latency_combine_buffer(handle) and pass that")
-        result, hook = self._low_latency.combine(
-            x, topk_idx, topk_weights, handle, out, combine_wait_recv_cost_stats
-        )
+            raise ArgumentError(
+                "zero_copy: write the expert outputs into get_next_low_latency_combine_buffer(handle) and pass that"
+            )
+        result, hook = self._low_latency.combine(x, topk_idx, topk_weights, handle, out, combine_wait_recv_cost_stats)
         if return_recv_hook:
             return result, EventOverlap(), hook
         hook()
@@ -472,7 +478,8 @@ class Buffer:
         if not self.low_latency_mode:
             raise ArgumentError(
                 "this buffer has no low-latency mode: create it with low_latency_mode=True and num_rdma_bytes="
-                "Buffer.get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)"
+                "Buffer.get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, "
+                "num_experts)"
             )
 
     @staticmethod

@@ -118,9 +118,7 @@ class Communicator:
 
     # ---- set-up ----
 
-    def _set_up(
-        self, torch_device: torch.device, low_latency_bytes: int, overrides: Mapping[str, Any] | None
-    ) -> None:
+    def _set_up(self, torch_device: torch.device, low_latency_bytes: int, overrides: Mapping[str, Any] | None) -> None:
         bootstrap, resources = self.bootstrap, self._resources
 
         def configure() -> Any:
@@ -130,7 +128,9 @@ class Communicator:
             selection = configuration.select_gpu_backend(torch_device)
             return configuration, selection, selection.plugin.open(selection.device, selection.options)
 
-        self.configuration, self._backend_selection, self.backend = together(bootstrap, "opening the GPU backend", configure)
+        self.configuration, self._backend_selection, self.backend = together(
+            bootstrap, "opening the GPU backend", configure
+        )
         resources.backend = self.backend
         general = self.general = self.configuration.general
         logger.setLevel(general.log_level.upper())
@@ -221,7 +221,8 @@ class Communicator:
         self.plan = ordering.choose_plan(capabilities, str(selection.options.get("plan", self.general.plan)))
         if self.general.num_proxies > capabilities.lanes:
             raise CapabilityError(
-                f"num_proxies = {self.general.num_proxies}: transport {selection.name} has at most {capabilities.lanes} lanes"
+                f"num_proxies = {self.general.num_proxies}: transport {selection.name} has at most "
+                f"{capabilities.lanes} lanes"
             )
 
     def _allocate(self, remote: bool) -> None:

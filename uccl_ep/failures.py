@@ -73,12 +73,14 @@ def _mismatch(detail: tuple[int, ...]) -> str:
     operation, kind, found, expected = detail
     if kind in OPERATIONS:
         return (
-            f"its message is of operation {operation} ({OPERATIONS[kind]}) with rows of {found} bytes; rows of {expected} "
-            "bytes were expected: ranks must make the same calls in the same order with the same hidden size and dtype"
+            f"its message is of operation {operation} ({OPERATIONS[kind]}) with rows of {found} bytes; rows of "
+            f"{expected} bytes were expected: ranks must make the same calls in the same order with the same hidden "
+            "size and dtype"
         )
     return (
-        f"it passed a shape of row bytes {found_low(operation)}, scale bytes {operation >> 32}, top-k {found_low(kind)}, "
-        f"experts {kind >> 32}; this rank has {found_low(found)}, {found >> 32}, {found_low(expected)}, {expected >> 32}"
+        f"it passed a shape of row bytes {found_low(operation)}, scale bytes {operation >> 32}, top-k "
+        f"{found_low(kind)}, experts {kind >> 32}; this rank has {found_low(found)}, {found >> 32}, "
+        f"{found_low(expected)}, {expected >> 32}"
     )
 
 

@@ -103,7 +103,8 @@ class Dispatched:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where tokens go: int32 [num_ranks], int32 [num_domains] or None, int32 [num_experts], bool [num_tokens, num_ranks]."""
+    """Where tokens go: int32 [num_ranks], int32 [num_domains] or None, int32 [num_experts], and bool
+    [num_tokens, num_ranks]."""
 
     num_tokens_per_rank: torch.Tensor
     num_tokens_per_domain: torch.Tensor | None
@@ -154,8 +155,8 @@ def _shape(
     needed = row_bytes + scale_bytes + num_topk * 8 + 4 + RAIL_MASK_BYTES + SLOT_OVERHEAD
     if needed > communicator.general.slot_bytes:
         raise ArgumentError(
-            f"a token of {row_bytes + scale_bytes} bytes does not fit a slot of {communicator.general.slot_bytes} bytes: "
-            f"set slot_bytes (UCCL_EP_SLOT_BYTES) to at least {round_up(needed, 64)}"
+            f"a token of {row_bytes + scale_bytes} bytes does not fit a slot of {communicator.general.slot_bytes} "
+            f"bytes: set slot_bytes (UCCL_EP_SLOT_BYTES) to at least {round_up(needed, 64)}"
         )
     return DispatchShape(row_bytes, scale_bytes, num_topk, num_experts)
 
@@ -183,8 +184,8 @@ def _grid(communicator: Communicator, roles: int) -> dict[str, int]:
     blocks = blocks_per_channel * communicator.num_channels
     if blocks > limits.max_blocks:
         raise ArgumentError(
-            f"{communicator.num_channels} channels with {roles} roles need {blocks} blocks at once, but the device runs "
-            f"{limits.max_blocks}: set num_channels (UCCL_EP_NUM_CHANNELS) to at most "
+            f"{communicator.num_channels} channels with {roles} roles need {blocks} blocks at once, but the device "
+            f"runs {limits.max_blocks}: set num_channels (UCCL_EP_NUM_CHANNELS) to at most "
             f"{max(1, limits.max_blocks // blocks_per_channel)}"
         )
     return {"num_blocks": blocks, "warps": warps}
@@ -449,4 +450,3 @@ def combine(
         **grid,
     )
     return out, out_weights
-

@@ -273,7 +273,8 @@ class LowLatency:
             return
         if tensor.dtype != dtype or tuple(tensor.shape) != (length,) or not tensor.is_contiguous():
             raise ArgumentError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)}: a contiguous {dtype} tensor of shape ({length},) is needed"
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}: a contiguous {dtype} tensor of shape ({length},) "
+                "is needed"
             )
 
     def _grid(self, fixed_bytes: int = 0, staging_bytes: int = 0) -> dict[str, int]:
@@ -345,7 +346,9 @@ class LowLatency:
                 f"{(state.num_tokens, shape.num_topk)}, as given to dispatch"
             )
         if device.type == "cpu" and not torch.equal(topk_idx.to(torch.int64), state.topk_idx.to(torch.int64)):
-            raise ArgumentError("topk_idx differs from what was given to dispatch: pass this rank's own indices unchanged")
+            raise ArgumentError(
+                "topk_idx differs from what was given to dispatch: pass this rank's own indices unchanged"
+            )
         topk_weights = check_topk_weights(topk_weights, topk_idx.shape, device)
         if out is None:
             out = communicator.backend.empty((state.num_tokens, shape.hidden), x.dtype)

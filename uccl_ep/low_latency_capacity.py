@@ -72,6 +72,7 @@ class LowLatencyCapacity:
             needed = 2 * _units(self.num_ranks, True) * unit
             have = 2 * _units(self.num_ranks, True) * self.dispatch_bytes
             raise ArgumentError(
-                f"{max_tokens} tokens of {row_bytes} bytes with top-k {num_topk} do not fit the low-latency part of this "
-                f"buffer ({have} bytes): create the Buffer with low_latency_mode=True and num_rdma_bytes >= {needed}"
+                f"{max_tokens} tokens of {row_bytes} bytes with top-k {num_topk} do not fit the low-latency part of "
+                f"this buffer ({have} bytes): create the Buffer with low_latency_mode=True and "
+                f"num_rdma_bytes >= {needed}"
             )

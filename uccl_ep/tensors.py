@@ -51,7 +51,9 @@ def check_topk_idx(topk_idx: torch.Tensor, device: torch.device, num_experts: in
     return topk_idx
 
 
-def check_topk_weights(weights: torch.Tensor, shape: torch.Size | tuple[int, ...], device: torch.device) -> torch.Tensor:
+def check_topk_weights(
+    weights: torch.Tensor, shape: torch.Size | tuple[int, ...], device: torch.device
+) -> torch.Tensor:
     weights = check_matrix("topk_weights", weights, device)
     if weights.dtype != torch.float32:
         raise ArgumentError(f"topk_weights is {weights.dtype}: use float32")

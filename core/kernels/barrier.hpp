@@ -13,11 +13,14 @@ UCCL_EP_KERNEL(uccl_ep_barrier, BarrierParameters) {
     const Layout &layout = group.layout;
     for (uint32_t i = 1; i < group.num_ranks(); ++i) {
         const uint32_t peer = (group.rank + i) % group.num_ranks();
-        if (!raise_signal(group, peer, layout.signal_index(SignalKind::kBarrier, group.rank, 0), number, Phase::kBarrier)) return;
+        if (!raise_signal(group, peer, layout.signal_index(SignalKind::kBarrier, group.rank, 0), number,
+                          Phase::kBarrier))
+            return;
     }
     for (uint32_t i = 1; i < group.num_ranks(); ++i) {
         const uint32_t peer = (group.rank + i) % group.num_ranks();
-        if (!wait_signal(group, {Phase::kBarrier, peer, layout.signal_index(SignalKind::kBarrier, peer, 0), number})) return;
+        if (!wait_signal(group, {Phase::kBarrier, peer, layout.signal_index(SignalKind::kBarrier, peer, 0), number}))
+            return;
     }
     *count = number;
 }

@@ -66,12 +66,13 @@ UCCL_EP_DEVICE bool combine_reduce(const CombineParameters &p, uint32_t channel,
     const Group &group = p.group;
     const uint32_t ranks = group.num_ranks(), channels = group.layout.num_channels;
     const TokenRange range = TokenRange::of(p.num_tokens, channel, channels);
-    for (uint32_t rank = device::lane(); rank < ranks; rank += device::kWarpSize) incoming[rank] = {nullptr, nullptr, 0, 0};
+    for (uint32_t rank = device::lane(); rank < ranks; rank += device::kWarpSize)
+        incoming[rank] = {nullptr, nullptr, 0, 0};
     device::sync_warp();  // another lane clears the entry that lane 0 fills next
     if (device::lane() == 0) {
         const uint64_t own = static_cast<uint64_t>(p.receive_offset[group.rank * channels + channel]);
-        incoming[group.rank] = {p.x + own * p.row_bytes, p.num_topk == 0 ? nullptr : p.topk_weights + own * p.num_topk, 0,
-                                range.end - range.begin};
+        incoming[group.rank] = {p.x + own * p.row_bytes, p.num_topk == 0 ? nullptr : p.topk_weights + own * p.num_topk,
+                                0, range.end - range.begin};
     }
     device::sync_warp();
     for (uint32_t token = range.begin; token < range.end; ++token) {
@@ -101,7 +102,8 @@ UCCL_EP_DEVICE bool combine_reduce(const CombineParameters &p, uint32_t channel,
         sum_payload<false>(
             p.payload_type, p.out + uint64_t{token} * p.row_bytes, p.hidden, num_terms,
             [&](uint32_t j) -> const uint8_t * {
-                if (j < num_biases) return (p.bias[0] != nullptr && j == 0 ? p.bias[0] : p.bias[1]) + uint64_t{token} * p.row_bytes;
+                if (j < num_biases)
+                    return (p.bias[0] != nullptr && j == 0 ? p.bias[0] : p.bias[1]) + uint64_t{token} * p.row_bytes;
                 if (j == num_biases) {
                     rank_of_term = 0;
                 } else {
@@ -114,7 +116,8 @@ UCCL_EP_DEVICE bool combine_reduce(const CombineParameters &p, uint32_t channel,
         for (uint32_t k = device::lane(); k < p.num_topk; k += device::kWarpSize) {
             float sum = 0.0f;
             for (uint32_t rank = 0; rank < ranks; ++rank) {
-                if (in_rank[rank] != 0) sum += incoming[rank].topk_weights[uint64_t{incoming[rank].next} * p.num_topk + k];
+                if (in_rank[rank] != 0)
+                    sum += incoming[rank].topk_weights[uint64_t{incoming[rank].next} * p.num_topk + k];
             }
             p.out_topk_weights[uint64_t{token} * p.num_topk + k] = sum;
         }

@@ -92,7 +92,8 @@ UCCL_EP_DEVICE void take_rows(const DispatchParameters &p, const uint8_t *slot, 
     const DispatchRows at = DispatchRows::of(shape, rows, on_rail);
     device::copy(p.receive_x + first * shape.row_bytes, slot + at.payload, uint64_t{rows} * shape.row_bytes);
     if (shape.scale_bytes != 0) {
-        device::copy(p.receive_scales + first * shape.scale_bytes, slot + at.scales, uint64_t{rows} * shape.scale_bytes);
+        device::copy(p.receive_scales + first * shape.scale_bytes, slot + at.scales,
+                     uint64_t{rows} * shape.scale_bytes);
     }
     const uint32_t local_experts = p.shape.num_experts / p.group.num_ranks();
     const int64_t first_expert = int64_t{p.group.rank} * local_experts;
@@ -136,8 +137,8 @@ UCCL_EP_DEVICE void dispatch_keep(const DispatchParameters &p, uint32_t channel)
     const uint32_t local_experts = shape.num_experts / group.num_ranks();
     const int64_t first_expert = int64_t{group.rank} * local_experts;
     uint64_t row = static_cast<uint64_t>(p.receive_offset[group.rank * channels + channel]);
-    for_each_token(p.is_token_in_rank, group.num_ranks(), TokenRange::of(p.num_tokens, channel, channels), group.rank, 1,
-                   [&](uint32_t token) {
+    for_each_token(p.is_token_in_rank, group.num_ranks(), TokenRange::of(p.num_tokens, channel, channels), group.rank,
+                   1, [&](uint32_t token) {
                        device::copy(p.receive_x + row * shape.row_bytes, p.x + uint64_t{token} * shape.row_bytes,
                                     shape.row_bytes);
                        if (shape.scale_bytes != 0) {
@@ -197,7 +198,8 @@ UCCL_EP_DEVICE bool dispatch_forward(const DispatchParameters &p, uint32_t sourc
                     device::copy(out + at.scales + uint64_t{filled} * shape.scale_bytes,
                                  slot + from.scales + uint64_t{row} * shape.scale_bytes, shape.scale_bytes);
                     device::copy(out + at.topk_idx + uint64_t{filled} * shape.num_topk * 4,
-                                 slot + from.topk_idx + uint64_t{row} * shape.num_topk * 4, uint64_t{shape.num_topk} * 4);
+                                 slot + from.topk_idx + uint64_t{row} * shape.num_topk * 4,
+                                 uint64_t{shape.num_topk} * 4);
                     device::copy(out + at.topk_weights + uint64_t{filled} * shape.num_topk * 4,
                                  slot + from.topk_weights + uint64_t{row} * shape.num_topk * 4,
                                  uint64_t{shape.num_topk} * 4);
@@ -232,8 +234,9 @@ UCCL_EP_KERNEL(uccl_ep_dispatch, DispatchParameters) {
         uint32_t i = role;
         if (i < ranks - 1) {  // receive; a neighbour first, so that not all senders face the same rank
             const uint32_t source = (group.rank + 1 + i) % ranks;
-            dispatch_receive(p, group.is_local(source) ? direct_from(group, source, channel)
-                                                       : forward_from(group, source, channel), source);
+            dispatch_receive(
+                p, group.is_local(source) ? direct_from(group, source, channel) : forward_from(group, source, channel),
+                source);
             continue;
         }
         i -= ranks - 1;

@@ -71,8 +71,8 @@ UCCL_EP_DEVICE bool for_each_token(const uint8_t *is_token_in_rank, uint32_t num
                                    uint32_t first_rank, uint32_t rank_count, Visit visit) {
     for (uint32_t base = range.begin; base < range.end; base += device::kWarpSize) {
         const uint32_t mine = base + device::lane();
-        device::LaneMask selected = device::ballot(
-            mine < range.end && goes_to(is_token_in_rank, num_ranks, mine, first_rank, rank_count));
+        device::LaneMask selected =
+            device::ballot(mine < range.end && goes_to(is_token_in_rank, num_ranks, mine, first_rank, rank_count));
         while (selected != 0) {
             const uint32_t token = base + device::lowest_bit(selected);
             selected &= selected - 1;

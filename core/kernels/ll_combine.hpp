@@ -22,7 +22,8 @@ UCCL_EP_KERNEL(uccl_ep_ll_combine_send, LowLatencyCombineParameters) {
         for (uint32_t peer = 0; peer < ranks; ++peer) {
             if (peer == group.rank || masked(peer)) continue;
             const uint32_t credit = layout.signal_index(SignalKind::kLowLatencyCombineCredit, peer, 0);
-            if (number > 2 && !wait_signal_warp(group, {Phase::kLowLatencyCombineSend, peer, credit, number - 2})) break;
+            if (number > 2 && !wait_signal_warp(group, {Phase::kLowLatencyCombineSend, peer, credit, number - 2}))
+                break;
             if (!group.is_local(peer) && device::lane() == 0) {
                 const uint64_t ticket = *Counters::combine_ticket(group, parity, peer);
                 const uint32_t signal = layout.signal_index(SignalKind::kLowLatencyCombine, group.rank, 0);
@@ -36,7 +37,8 @@ UCCL_EP_KERNEL(uccl_ep_ll_combine_send, LowLatencyCombineParameters) {
     const auto outbox_of = [&](uint32_t destination) {
         uint64_t offset = layout.ll_combine_outbox(parity);
         for (uint32_t rank = 0; rank < destination; ++rank) {
-            if (!group.is_local(rank)) offset += align_up(static_cast<uint64_t>(p.rows_home[rank]) * shape.row_bytes, 64);
+            if (!group.is_local(rank))
+                offset += align_up(static_cast<uint64_t>(p.rows_home[rank]) * shape.row_bytes, 64);
         }
         return offset;
     };
@@ -66,10 +68,11 @@ UCCL_EP_KERNEL(uccl_ep_ll_combine_send, LowLatencyCombineParameters) {
     for (uint32_t destination = warp; destination < ranks; destination += warps) {
         if (device::lane() != 0 || destination == group.rank || masked(destination)) continue;
         uint64_t ticket = 0;
-        ll_send(group, destination, SignalKind::kLowLatencyCombine, group.is_local(destination) ? 0 : outbox_of(destination),
+        ll_send(group, destination, SignalKind::kLowLatencyCombine,
+                group.is_local(destination) ? 0 : outbox_of(destination),
                 layout.ll_combine_inbox(parity) + static_cast<uint64_t>(p.combine_base[destination]) * shape.row_bytes,
-                static_cast<uint64_t>(p.rows_home[destination]) * shape.row_bytes, number, Phase::kLowLatencyCombineSend,
-                &ticket);
+                static_cast<uint64_t>(p.rows_home[destination]) * shape.row_bytes, number,
+                Phase::kLowLatencyCombineSend, &ticket);
         if (!group.is_local(destination)) *Counters::combine_ticket(group, parity, destination) = ticket + 1;
     }
     if (warp == 0 && device::lane() == 0) *sent = number;

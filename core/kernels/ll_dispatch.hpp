@@ -67,7 +67,8 @@ UCCL_EP_DEVICE void ll_place_rows(const LowLatencyDispatchParameters &p) {
     for (uint32_t base = 0; base < entries; base += device::kWarpSize) {
         const uint32_t i = base + device::lane();
         int64_t expert = i < entries ? load_index(p.topk_idx, p.index_bytes, i) : -1;
-        if (expert >= 0 && p.masked != nullptr && p.masked[static_cast<uint32_t>(expert) / local_experts] != 0) expert = -1;
+        if (expert >= 0 && p.masked != nullptr && p.masked[static_cast<uint32_t>(expert) / local_experts] != 0)
+            expert = -1;
         const device::LaneMask same = device::match(expert < 0 ? ~uint32_t{0} : static_cast<uint32_t>(expert));
         const uint32_t before = device::population_count(same & device::lanes_below());
         int32_t place = -1;
@@ -89,7 +90,8 @@ UCCL_EP_DEVICE void ll_place_rows(const LowLatencyDispatchParameters &p) {
             }
             if (p.masked != nullptr && p.masked[rank] != 0) goes = false;
             const device::LaneMask selected = device::ballot(goes);
-            const int32_t row = rank_rows[rank] + static_cast<int32_t>(device::population_count(selected & device::lanes_below()));
+            const int32_t row =
+                rank_rows[rank] + static_cast<int32_t>(device::population_count(selected & device::lanes_below()));
             if (token < p.num_tokens) p.row_in_rank[uint64_t{token} * ranks + rank] = goes ? row : -1;
             device::sync_warp();
             if (device::lane() == 0) rank_rows[rank] += static_cast<int32_t>(device::population_count(selected));
@@ -152,12 +154,16 @@ UCCL_EP_DEVICE void ll_write_token(const LowLatencyDispatchParameters &p, uint32
         }
         uint8_t *message = ll_message(group, rank, parity);
         const LowLatencyRows at = LowLatencyRows::of(shape, ranks, static_cast<uint32_t>(p.rank_rows[rank]));
-        device::copy(message + at.payload + uint64_t{static_cast<uint32_t>(row)} * shape.row_bytes, payload, shape.row_bytes);
+        device::copy(message + at.payload + uint64_t{static_cast<uint32_t>(row)} * shape.row_bytes, payload,
+                     shape.row_bytes);
         if (shape.scale_bytes != 0) {
-            device::copy(message + at.scales + uint64_t{static_cast<uint32_t>(row)} * shape.scale_bytes, scales, shape.scale_bytes);
+            device::copy(message + at.scales + uint64_t{static_cast<uint32_t>(row)} * shape.scale_bytes, scales,
+                         shape.scale_bytes);
         }
-        auto *experts = reinterpret_cast<int32_t *>(message + at.expert) + uint64_t{static_cast<uint32_t>(row)} * shape.num_topk;
-        auto *places = reinterpret_cast<int32_t *>(message + at.place) + uint64_t{static_cast<uint32_t>(row)} * shape.num_topk;
+        auto *experts =
+            reinterpret_cast<int32_t *>(message + at.expert) + uint64_t{static_cast<uint32_t>(row)} * shape.num_topk;
+        auto *places =
+            reinterpret_cast<int32_t *>(message + at.place) + uint64_t{static_cast<uint32_t>(row)} * shape.num_topk;
         for (uint32_t k = device::lane(); k < shape.num_topk; k += device::kWarpSize) {
             const uint64_t entry = uint64_t{token} * shape.num_topk + k;
             const int64_t local = load_index(p.topk_idx, p.index_bytes, entry) - int64_t{rank} * local_experts;
@@ -177,8 +183,13 @@ UCCL_EP_DEVICE bool ll_send(const Group &group, uint32_t peer, SignalKind kind, 
     for (uint64_t sent = 0;;) {
         const uint64_t piece = bytes - sent < kMaxWriteBytes ? bytes - sent : kMaxWriteBytes;
         const bool last = sent + piece == bytes;
-        const Command command{last ? Operation::kWriteSignal : Operation::kWrite, peer, signal, piece,
-                              local_offset + sent, remote_offset + sent, number};
+        const Command command{last ? Operation::kWriteSignal : Operation::kWrite,
+                              peer,
+                              signal,
+                              piece,
+                              local_offset + sent,
+                              remote_offset + sent,
+                              number};
         if (!push(group, command, phase, ticket)) return false;
         sent += piece;
         if (last) return true;
@@ -201,7 +212,8 @@ UCCL_EP_KERNEL(uccl_ep_ll_dispatch_send, LowLatencyDispatchParameters) {
         for (uint32_t peer = 0; peer < ranks; ++peer) {
             if (peer == group.rank || (p.masked != nullptr && p.masked[peer] != 0)) continue;
             const uint32_t credit = layout.signal_index(SignalKind::kLowLatencyDispatchCredit, peer, 0);
-            if (number > 2 && !wait_signal_warp(group, {Phase::kLowLatencyDispatchSend, peer, credit, number - 2})) break;
+            if (number > 2 && !wait_signal_warp(group, {Phase::kLowLatencyDispatchSend, peer, credit, number - 2}))
+                break;
             if (!group.is_local(peer) && device::lane() == 0) {
                 const uint64_t ticket = *Counters::ticket(group, parity, peer);
                 const uint32_t signal = layout.signal_index(SignalKind::kLowLatencyDispatch, group.rank, 0);
@@ -226,16 +238,21 @@ UCCL_EP_KERNEL(uccl_ep_ll_dispatch_send, LowLatencyDispatchParameters) {
         }
         if (device::lane() == 0) {
             *reinterpret_cast<MessageHeader *>(message) =
-                MessageHeader{number, static_cast<uint32_t>(OperationKind::kLowLatencyDispatch),
-                              static_cast<uint32_t>(p.rank_rows[rank]), p.shape.row_bytes, group.rank,
+                MessageHeader{number,
+                              static_cast<uint32_t>(OperationKind::kLowLatencyDispatch),
+                              static_cast<uint32_t>(p.rank_rows[rank]),
+                              p.shape.row_bytes,
+                              group.rank,
                               {p.shape.max_tokens, p.shape.num_topk, p.shape.num_experts, p.shape.quantization,
                                static_cast<uint32_t>(p.expert_begin[rank * local_experts])}};
         }
         device::sync_warp();
         if (device::lane() == 0 && rank != group.rank) {
             uint64_t ticket = 0;
-            ll_send(group, rank, SignalKind::kLowLatencyDispatch, layout.has_remote ? layout.ll_dispatch_outbox(parity, rank) : 0,
-                    layout.ll_dispatch_inbox(parity, group.rank), at.end, number, Phase::kLowLatencyDispatchSend, &ticket);
+            ll_send(group, rank, SignalKind::kLowLatencyDispatch,
+                    layout.has_remote ? layout.ll_dispatch_outbox(parity, rank) : 0,
+                    layout.ll_dispatch_inbox(parity, group.rank), at.end, number, Phase::kLowLatencyDispatchSend,
+                    &ticket);
             if (!group.is_local(rank)) *Counters::ticket(group, parity, rank) = ticket + 1;
         }
     }
@@ -244,7 +261,8 @@ UCCL_EP_KERNEL(uccl_ep_ll_dispatch_send, LowLatencyDispatchParameters) {
 }
 
 // Check a message against this rank's own call. One thread.
-UCCL_EP_DEVICE bool ll_check(const LowLatencyDispatchParameters &p, const MessageHeader &header, uint32_t source, uint64_t number) {
+UCCL_EP_DEVICE bool ll_check(const LowLatencyDispatchParameters &p, const MessageHeader &header, uint32_t source,
+                             uint64_t number) {
     const LowLatencyShape &shape = p.shape;
     if (header.operation == number && header.kind == static_cast<uint32_t>(OperationKind::kLowLatencyDispatch) &&
         header.row_bytes == shape.row_bytes && header.words[kWordMaxTokens] == shape.max_tokens &&
@@ -258,7 +276,8 @@ UCCL_EP_DEVICE bool ll_check(const LowLatencyDispatchParameters &p, const Messag
     detail[2] = header.row_bytes;
     detail[3] = shape.row_bytes;
     fail(p.group, Reason::kMismatch,
-         {Phase::kLowLatencyDispatchReceive, source, 0, static_cast<uint64_t>(OperationKind::kLowLatencyDispatch)}, number, 0);
+         {Phase::kLowLatencyDispatchReceive, source, 0, static_cast<uint64_t>(OperationKind::kLowLatencyDispatch)},
+         number, 0);
     return false;
 }
 
@@ -312,7 +331,8 @@ UCCL_EP_KERNEL(uccl_ep_ll_dispatch_receive, LowLatencyDispatchParameters) {
     for (uint32_t source = thread; source < ranks; source += warps * device::kWarpSize) {
         p.combine_base[source] =
             masked(source) ? 0
-                           : static_cast<int32_t>(reinterpret_cast<const MessageHeader *>(message_of(source))->words[kWordCombineBase]);
+                           : static_cast<int32_t>(
+                                 reinterpret_cast<const MessageHeader *>(message_of(source))->words[kWordCombineBase]);
     }
     // Where my experts' rows for each source begin in its combine inbox: a warp a source.
     for (uint32_t source = warp; source < ranks; source += warps) {
@@ -338,17 +358,20 @@ UCCL_EP_KERNEL(uccl_ep_ll_dispatch_receive, LowLatencyDispatchParameters) {
         const uint32_t rows = reinterpret_cast<const MessageHeader *>(message)->rows;
         const LowLatencyRows at = LowLatencyRows::of(shape, ranks, rows);
         for (uint32_t row = warp; row < rows; row += warps) {
-            const auto *experts = reinterpret_cast<const int32_t *>(message + at.expert) + uint64_t{row} * shape.num_topk;
+            const auto *experts =
+                reinterpret_cast<const int32_t *>(message + at.expert) + uint64_t{row} * shape.num_topk;
             const auto *places = reinterpret_cast<const int32_t *>(message + at.place) + uint64_t{row} * shape.num_topk;
-            const auto *scales = reinterpret_cast<const uint32_t *>(message + at.scales + uint64_t{row} * shape.scale_bytes);
+            const auto *scales =
+                reinterpret_cast<const uint32_t *>(message + at.scales + uint64_t{row} * shape.scale_bytes);
             const int32_t token = reinterpret_cast<const int32_t *>(message + at.source)[row];
             for (uint32_t k = 0; k < shape.num_topk; ++k) {
                 const int32_t e = experts[k];
                 if (e < 0) continue;
-                const uint64_t to = static_cast<uint64_t>(p.begin[static_cast<uint32_t>(e) * ranks + source] + places[k]);
+                const uint64_t to =
+                    static_cast<uint64_t>(p.begin[static_cast<uint32_t>(e) * ranks + source] + places[k]);
                 const uint64_t out = static_cast<uint64_t>(e) * rows_per_expert + to;
-                device::copy(p.receive_x + out * shape.row_bytes, message + at.payload + uint64_t{row} * shape.row_bytes,
-                             shape.row_bytes);
+                device::copy(p.receive_x + out * shape.row_bytes,
+                             message + at.payload + uint64_t{row} * shape.row_bytes, shape.row_bytes);
                 if (device::lane() == 0) p.source_index[out] = token;
                 if (shape.quantization == static_cast<uint32_t>(Quantization::kFloat8Exponent)) {
                     // [L, groups / 4, rows] words of four exponents each
@@ -358,7 +381,8 @@ UCCL_EP_KERNEL(uccl_ep_ll_dispatch_receive, LowLatencyDispatchParameters) {
                             g < groups ? static_cast<uint8_t>(scales[g] >> 23) : 0;
                     }
                 } else if (shape.scale_bytes != 0) {
-                    auto *words = reinterpret_cast<uint32_t *>(p.receive_scales) + static_cast<uint64_t>(e) * groups * rows_per_expert;
+                    auto *words = reinterpret_cast<uint32_t *>(p.receive_scales) +
+                                  static_cast<uint64_t>(e) * groups * rows_per_expert;
                     for (uint32_t g = device::lane(); g < groups; g += device::kWarpSize) {
                         words[uint64_t{g} * rows_per_expert + to] = scales[g];
                     }

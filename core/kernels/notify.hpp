@@ -37,8 +37,8 @@ UCCL_EP_DEVICE bool notify_send(const NotifyParameters &p, uint32_t destination)
     bool ok = slot != nullptr;
     if (ok) {
         if (device::lane() == 0) {
-            *reinterpret_cast<MessageHeader *>(slot) = MessageHeader{
-                group.operation, static_cast<uint32_t>(OperationKind::kNotify), 0, 0, group.rank, {}};
+            *reinterpret_cast<MessageHeader *>(slot) =
+                MessageHeader{group.operation, static_cast<uint32_t>(OperationKind::kNotify), 0, 0, group.rank, {}};
             auto *words = reinterpret_cast<int32_t *>(slot + sizeof(MessageHeader));
             *reinterpret_cast<DispatchShape *>(words) = p.shape;
             words += sizeof(DispatchShape) / 4;
@@ -75,7 +75,8 @@ UCCL_EP_DEVICE bool notify_receive(const NotifyParameters &p, uint32_t source, i
                 group.status->detail[1] = (uint64_t{theirs.num_experts} << 32) | theirs.num_topk;
                 group.status->detail[2] = (uint64_t{p.shape.scale_bytes} << 32) | p.shape.row_bytes;
                 group.status->detail[3] = (uint64_t{p.shape.num_experts} << 32) | p.shape.num_topk;
-                fail(group, Reason::kMismatch, {Phase::kNotify, source, 0, static_cast<uint64_t>(OperationKind::kNotify)}, 0, 0);
+                fail(group, Reason::kMismatch,
+                     {Phase::kNotify, source, 0, static_cast<uint64_t>(OperationKind::kNotify)}, 0, 0);
             }
             ok = false;
         } else {
@@ -108,7 +109,8 @@ UCCL_EP_KERNEL(uccl_ep_notify, NotifyParameters) {
     for (uint32_t rank = device::warp_in_block(); rank < ranks; rank += device::warps_per_block()) {
         count_rows(p, rank, 1, p.send_rows + rank * channels);
     }
-    for (uint32_t domain = device::warp_in_block(); domain < group.layout.num_domains(); domain += device::warps_per_block()) {
+    for (uint32_t domain = device::warp_in_block(); domain < group.layout.num_domains();
+         domain += device::warps_per_block()) {
         count_rows(p, domain * per_domain, per_domain, p.rail_send_rows + domain * channels);
         if (device::lane() == 0) {
             for (uint32_t c = 0; c < channels; ++c) p.rail_rows[domain * channels + c] = 0;

@@ -125,11 +125,16 @@ template <bool kWeighted, class Term, class Weight>
 UCCL_EP_DEVICE void sum_payload(uint32_t payload_type, uint8_t *out, uint32_t hidden, uint32_t num_terms, Term term,
                                 Weight weight) {
     switch (static_cast<PayloadType>(payload_type)) {
-        case PayloadType::kBfloat16: return sum_rows<Bfloat16, kWeighted>(out, hidden, num_terms, term, weight);
-        case PayloadType::kFloat16: return sum_rows<Float16, kWeighted>(out, hidden, num_terms, term, weight);
-        case PayloadType::kFloat32: return sum_rows<Float32, kWeighted>(out, hidden, num_terms, term, weight);
-        case PayloadType::kFloat64: return sum_rows<Float64, kWeighted>(out, hidden, num_terms, term, weight);
-        default: return;  // refused by the communicator before any launch
+        case PayloadType::kBfloat16:
+            return sum_rows<Bfloat16, kWeighted>(out, hidden, num_terms, term, weight);
+        case PayloadType::kFloat16:
+            return sum_rows<Float16, kWeighted>(out, hidden, num_terms, term, weight);
+        case PayloadType::kFloat32:
+            return sum_rows<Float32, kWeighted>(out, hidden, num_terms, term, weight);
+        case PayloadType::kFloat64:
+            return sum_rows<Float64, kWeighted>(out, hidden, num_terms, term, weight);
+        default:
+            return;  // refused by the communicator before any launch
     }
 }
 
@@ -164,7 +169,8 @@ UCCL_EP_DEVICE void quantize_elements(const typename Element::Storage *row, uint
         if (count == kMine) {
             for (uint32_t i = 0; i < kMine; ++i) values[i] = static_cast<float>(Element::load(row[begin + i]));
         } else {
-            for (uint32_t i = 0; i < kMine; ++i) values[i] = i < count ? static_cast<float>(Element::load(row[begin + i])) : 0.0f;
+            for (uint32_t i = 0; i < kMine; ++i)
+                values[i] = i < count ? static_cast<float>(Element::load(row[begin + i])) : 0.0f;
         }
         uint32_t largest = 0;  // as bits: magnitudes order like integers, and a NaN above all
         for (uint32_t i = 0; i < kMine; ++i) {
@@ -188,9 +194,11 @@ UCCL_EP_DEVICE void quantize_row(uint32_t payload_type, const uint8_t *row, uint
                                  uint8_t *out, float *scales) {
     switch (static_cast<PayloadType>(payload_type)) {
         case PayloadType::kBfloat16:
-            return quantize_elements<Bfloat16>(reinterpret_cast<const uint16_t *>(row), hidden, power_of_two, out, scales);
+            return quantize_elements<Bfloat16>(reinterpret_cast<const uint16_t *>(row), hidden, power_of_two, out,
+                                               scales);
         case PayloadType::kFloat16:
-            return quantize_elements<Float16>(reinterpret_cast<const uint16_t *>(row), hidden, power_of_two, out, scales);
+            return quantize_elements<Float16>(reinterpret_cast<const uint16_t *>(row), hidden, power_of_two, out,
+                                              scales);
         default:
             return quantize_elements<Float32>(reinterpret_cast<const float *>(row), hidden, power_of_two, out, scales);
     }

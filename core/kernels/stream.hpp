@@ -156,8 +156,9 @@ class StreamSender {
             } else {
                 const uint64_t slot = (sent_ - 1) % group_.layout.num_slots;
                 const uint64_t offset = slot * group_.layout.slot_bytes;
-                const Command command{Operation::kWriteSignal, place_.peer,           place_.data_signal, bytes,
-                                      place_.outbox + offset,  place_.remote_ring + offset, sent_};
+                const Command command{
+                    Operation::kWriteSignal,     place_.peer, place_.data_signal, bytes, place_.outbox + offset,
+                    place_.remote_ring + offset, sent_};
                 ok = push(group_, command, phase_, &tickets_[slot]);
                 used_ |= uint64_t{1} << slot;
             }
@@ -171,7 +172,9 @@ class StreamSender {
             *place_.counter = sent_;
             // The next operation starts with no tickets: what this one pushed must have left the outbox.
             for (uint64_t slot = 0; slot < group_.layout.num_slots; ++slot) {
-                if ((used_ >> slot & 1) != 0 && !wait_completed(group_, place_.peer, place_.data_signal, tickets_[slot], phase_)) break;
+                if ((used_ >> slot & 1) != 0 &&
+                    !wait_completed(group_, place_.peer, place_.data_signal, tickets_[slot], phase_))
+                    break;
             }
         }
         device::sync_warp();
@@ -205,7 +208,8 @@ class StreamReceiver {
     // Called by the whole warp.
     UCCL_EP_DEVICE const uint8_t *acquire(OperationKind kind, uint32_t row_bytes) {
         if (!wait_signal_warp(group_, {phase_, place_.peer, place_.data_signal, received_ + 1})) return nullptr;
-        const uint8_t *slot = group_.data + place_.remote_ring + received_ % group_.layout.num_slots * group_.layout.slot_bytes;
+        const uint8_t *slot =
+            group_.data + place_.remote_ring + received_ % group_.layout.num_slots * group_.layout.slot_bytes;
         const auto *header = reinterpret_cast<const MessageHeader *>(slot);
         if (header->operation != group_.operation || header->kind != static_cast<uint32_t>(kind) ||
             header->row_bytes != row_bytes) {
@@ -215,8 +219,8 @@ class StreamReceiver {
                 detail[1] = header->kind;
                 detail[2] = header->row_bytes;
                 detail[3] = row_bytes;
-                fail(group_, Reason::kMismatch, {phase_, header->source, place_.data_signal, static_cast<uint64_t>(kind)},
-                     received_ + 1, 0);
+                fail(group_, Reason::kMismatch,
+                     {phase_, header->source, place_.data_signal, static_cast<uint64_t>(kind)}, received_ + 1, 0);
             }
             return nullptr;
         }

@@ -224,5 +224,3 @@ class LowLatencyCombineParameters(ctypes.Structure):
 
 class BarrierParameters(ctypes.Structure):
     _fields_ = [("group", Group)]
-
-

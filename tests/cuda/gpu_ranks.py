@@ -161,9 +161,9 @@ def bench(rank: int, num_ranks: int, device: str, options: dict[str, Any], itera
 
     def record(case: str, value: float, baseline: str = "", base: float = 0.0) -> None:
         ratio = base / value if base else None
-        records.append({"bench": "ep", "case": case, "metric": "time", "value": value, "unit": "us", "baseline": baseline,
-                        "ratio": ratio, "machine": f"{num_ranks} x {torch.cuda.get_device_name()}",
-                        "date": time.strftime("%Y-%m-%d")})  # fmt: skip
+        machine = f"{num_ranks} x {torch.cuda.get_device_name()}"
+        entry = {"bench": "ep", "case": case, "metric": "time", "value": value, "unit": "us", "baseline": baseline}
+        records.append({**entry, "ratio": ratio, "machine": machine, "date": time.strftime("%Y-%m-%d")})
 
     def all_to_all(rows: int, row_bytes: int) -> float:
         if nccl is None:
@@ -202,7 +202,7 @@ def bench(rank: int, num_ranks: int, device: str, options: dict[str, Any], itera
             state: list[Any] = [None]
 
             def dispatch(x: Any = x, idx: Any = idx, fp8: bool = fp8, state: list[Any] = state) -> None:
-                state[0] = buffer.low_latency_dispatch(x, idx, 128, experts, use_fp8=fp8)
+                state[0] = buffer.low_latency_dispatch(x, idx, 128, 288, use_fp8=fp8)
 
             record(
                 f"LL dispatch {'fp8' if fp8 else 'bf16'}, {tokens} tokens",

@@ -1,6 +1,6 @@
 """Where the time of an operation goes on real GPUs: kernel times by name, and the host's time per call.
 
-    python tests/cuda/profile_ranks.py [--ranks 2] [--option name=value]
+python tests/cuda/profile_ranks.py [--ranks 2] [--option name=value]
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ def profile_rank(rank: int, arguments: argparse.Namespace, store: str) -> None:
     received, _, _, _, handle, _ = buffer.dispatch(
         x, topk_idx=idx, is_token_in_rank=layout[3], num_tokens_per_expert=layout[2]
     )
-    y, ids, weights = torch.randn(128, 7168, device=device).bfloat16(), routes(128, 288), torch.rand(128, 8, device=device)
+    y, ids, weights = (
+        torch.randn(128, 7168, device=device).bfloat16(),
+        routes(128, 288),
+        torch.rand(128, 8, device=device),
+    )
     state: list[Any] = [None]
 
     def ll_dispatch() -> None:

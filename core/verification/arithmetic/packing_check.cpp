@@ -23,8 +23,8 @@ static void require(bool holds, const char *what, uint64_t a, uint64_t b, uint64
 static void check_commands() {
     const uint64_t offsets[] = {0, 1, 63, 64, uint64_t{1} << 32, kMaxWindowBytes / 2, kMaxWindowBytes - 1};
     const uint64_t sizes[] = {0, 1, 7168, (uint64_t{1} << 24) - 1, kMaxWriteBytes};
-    const uint64_t values[] = {0, 1, uint64_t{1} << 32, uint64_t{1} << 62, (uint64_t{1} << 63) - 1,
-                               uint64_t{1} << 63, ~uint64_t{0}};
+    const uint64_t values[] = {
+        0, 1, uint64_t{1} << 32, uint64_t{1} << 62, (uint64_t{1} << 63) - 1, uint64_t{1} << 63, ~uint64_t{0}};
     for (const Operation operation : {Operation::kWrite, Operation::kWriteSignal}) {
         for (const uint32_t peer : {0u, 1u, kMaxRanks / 2, kMaxRanks - 1}) {
             for (const uint32_t signal : {0u, 1u, kMaxSignals / 2, kMaxSignals - 1}) {
@@ -66,9 +66,9 @@ static void check_immediates() {
                             const uint64_t bits = codec.encode(Immediate{signal, epoch, index, last});
                             require(imm_bits == 64 || bits >> 32 == 0, "bits above the immediate", bits, signal, index);
                             const Immediate out = codec.decode(bits);
-                            require(out.signal == signal && out.epoch == epoch && out.index == index &&
-                                        out.last == last,
-                                    "immediate", signal, epoch, index);
+                            require(
+                                out.signal == signal && out.epoch == epoch && out.index == index && out.last == last,
+                                "immediate", signal, epoch, index);
                         }
                     }
                 }

@@ -40,11 +40,23 @@ enum class Mutation {
     kOneSlotTooMany,       // the full check lets capacity + 1 commands in
 };
 
-constexpr const char *kNames[] = {"none", "no_release_fence", "no_acquire_fence", "relaxed_consumed_store",
-                                  "relaxed_consumed_load", "relaxed_cached_copy", "no_full_check", "one_phase_bit",
-                                  "consumed_too_early", "completed_too_early", "relaxed_completed_store",
-                                  "relaxed_completed_load", "no_completed_wait", "batch_above_capacity",
-                                  "ticket_not_atomic", "no_phase", "one_slot_too_many"};
+constexpr const char *kNames[] = {"none",
+                                  "no_release_fence",
+                                  "no_acquire_fence",
+                                  "relaxed_consumed_store",
+                                  "relaxed_consumed_load",
+                                  "relaxed_cached_copy",
+                                  "no_full_check",
+                                  "one_phase_bit",
+                                  "consumed_too_early",
+                                  "completed_too_early",
+                                  "relaxed_completed_store",
+                                  "relaxed_completed_load",
+                                  "no_completed_wait",
+                                  "batch_above_capacity",
+                                  "ticket_not_atomic",
+                                  "no_phase",
+                                  "one_slot_too_many"};
 
 Mutation mutation = Mutation::kNone;
 
@@ -100,14 +112,14 @@ struct RelacyAtomics {
         word->store(value, mutation == Mutation::kRelaxedCachedCopy ? rl::mo_relaxed : rl::mo_release, $);
     }
     static uint64_t load_acquire_system(Word *word) {
-        const bool relaxed = mutation == (word == completed_word ? Mutation::kRelaxedCompletedLoad
-                                                                 : Mutation::kRelaxedConsumedLoad);
+        const bool relaxed =
+            mutation == (word == completed_word ? Mutation::kRelaxedCompletedLoad : Mutation::kRelaxedConsumedLoad);
         return word->load(relaxed ? rl::mo_relaxed : rl::mo_acquire, $) +
                (mutation == Mutation::kOneSlotTooMany && word != completed_word ? 1 : 0);
     }
     static void store_release_system(Word *word, uint64_t value) {
-        const bool relaxed = mutation == (word == completed_word ? Mutation::kRelaxedCompletedStore
-                                                                 : Mutation::kRelaxedConsumedStore);
+        const bool relaxed =
+            mutation == (word == completed_word ? Mutation::kRelaxedCompletedStore : Mutation::kRelaxedConsumedStore);
         word->store(value, relaxed ? rl::mo_relaxed : rl::mo_release, $);
     }
     // A word of a slot: ring_peek reads them from 0 to 3.
@@ -149,8 +161,13 @@ struct RelacyAtomics {
 // All fields follow from the command's number, so a mixture of two commands shows.
 uccl_ep::Command numbered(uint32_t producer, uint64_t index) {
     const uint64_t n = 1 + producer * 16 + index;
-    return {uccl_ep::Operation::kWriteSignal, static_cast<uint32_t>(n), static_cast<uint32_t>(n * 3), n, n * 64,
-            n * 128, n};
+    return {uccl_ep::Operation::kWriteSignal,
+            static_cast<uint32_t>(n),
+            static_cast<uint32_t>(n * 3),
+            n,
+            n * 64,
+            n * 128,
+            n};
 }
 
 // Producers threads push Commands each (in reservations of Batch) through a ring of Capacity slots; each
@@ -233,8 +250,7 @@ struct RingTest : rl::test_suite<RingTest<Groups, Producers, Capacity, Commands,
             RL_ASSERT(command.value == expected.value && command.peer == expected.peer &&
                       command.signal == expected.signal && command.bytes == expected.bytes &&
                       command.local_offset == expected.local_offset &&
-                      command.remote_offset == expected.remote_offset &&
-                      command.operation == expected.operation);
+                      command.remote_offset == expected.remote_offset && command.operation == expected.operation);
             owner[ticket % Capacity]($) = 0;
             uccl_ep::ring_progress<RelacyAtomics>(&consumed, ticket + 1);
             if (mutation == Mutation::kCompletedTooEarly) {

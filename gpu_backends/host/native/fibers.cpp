@@ -56,8 +56,13 @@ struct Block::Fiber {
 };
 
 Block::Block(uint32_t index, uint32_t num_blocks, uint32_t num_warps, uint32_t num_lanes, size_t shared_bytes)
-    : index_(index), num_blocks_(num_blocks), num_warps_(num_warps), num_lanes_(num_lanes),
-      shared_(new std::byte[shared_bytes + 64]), warp_barriers_(num_warps), exchange_(num_warps * num_lanes),
+    : index_(index),
+      num_blocks_(num_blocks),
+      num_warps_(num_warps),
+      num_lanes_(num_lanes),
+      shared_(new std::byte[shared_bytes + 64]),
+      warp_barriers_(num_warps),
+      exchange_(num_warps * num_lanes),
       scheduler_(new Fiber) {
     fibers_.resize(size_t{num_warps} * num_lanes);
     for (auto &fiber : fibers_) {

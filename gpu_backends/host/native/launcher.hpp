@@ -25,7 +25,8 @@ class Launcher {
 
     // Run `kernel` with `num_blocks` blocks of `num_warps` warps, each block on its own thread; block 0
     // on the caller's. Returns when all have finished. One launch at a time.
-    void launch(const Kernel &kernel, const void *parameters, uint32_t num_blocks, uint32_t num_warps, size_t shared_bytes);
+    void launch(const Kernel &kernel, const void *parameters, uint32_t num_blocks, uint32_t num_warps,
+                size_t shared_bytes);
 
   private:
     using Shape = std::tuple<uint32_t, uint32_t, uint32_t, size_t>;  // index, blocks, warps, shared bytes

@@ -39,7 +39,8 @@ def _native_module(lanes: int) -> Any:
         except ModuleNotFoundError:
             continue
     raise BackendUnavailableError(
-        f"the host backend was not built with {lanes} lanes: install with -C cmake.define.UCCL_EP_HOST_LANES='1;{lanes}'"
+        f"the host backend was not built with {lanes} lanes: install with "
+        f"-C cmake.define.UCCL_EP_HOST_LANES='1;{lanes}'"
     )
 
 
@@ -81,7 +82,9 @@ class HostBackend(GpuBackend):
     """Runs kernels on threads of the CPU; memory is shared memory of the host."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
-        "lanes": Option(1, "lanes of a warp: 1 is fastest, 32 and 64 run the kernels as a GPU does", choices=(1, 32, 64)),
+        "lanes": Option(
+            1, "lanes of a warp: 1 is fastest, 32 and 64 run the kernels as a GPU does", choices=(1, 32, 64)
+        ),
         "threads": Option(1, "CPU threads a rank runs kernels on", minimum=1, maximum=64),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import threading
@@ -42,10 +43,8 @@ class OutputPool:
         if block is None:
             block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
-                try:
+                with contextlib.suppress(OSError):  # a kernel without huge pages: slower, as right
                     block.madvise(mmap.MADV_HUGEPAGE)
-                except OSError:  # a kernel without huge pages: slower, as right
-                    pass
         lease = memoryview(block)
         key = id(lease)
         with self._lock:

@@ -183,9 +183,7 @@ struct Layout {
     UCCL_EP_DEVICE static constexpr uint64_t verdict_offset(uint32_t reporter) {
         return sizeof(ControlHeader) + uint64_t{reporter} * sizeof(Verdict);
     }
-    UCCL_EP_DEVICE uint64_t signals_per_kind() const {
-        return uint64_t{num_ranks} * num_channels;
-    }
+    UCCL_EP_DEVICE uint64_t signals_per_kind() const { return uint64_t{num_ranks} * num_channels; }
     UCCL_EP_DEVICE uint32_t num_signals() const {
         return static_cast<uint32_t>(SignalKind::kCount) * static_cast<uint32_t>(signals_per_kind());
     }
@@ -201,13 +199,9 @@ struct Layout {
     UCCL_EP_DEVICE uint64_t outbox_offset(uint32_t peer, uint32_t entry) const {
         return signal_offset(num_signals()) + (uint64_t{peer} * outbox_entries() + entry) * 8;
     }
-    UCCL_EP_DEVICE uint32_t outbox_entries() const {
-        return static_cast<uint32_t>(SignalKind::kCount) * num_channels;
-    }
+    UCCL_EP_DEVICE uint32_t outbox_entries() const { return static_cast<uint32_t>(SignalKind::kCount) * num_channels; }
     // A verdict on its way to a transport peer, likewise.
-    UCCL_EP_DEVICE uint64_t verdict_outbox_offset() const {
-        return align_up(outbox_offset(num_ranks, 0), kCacheLine);
-    }
+    UCCL_EP_DEVICE uint64_t verdict_outbox_offset() const { return align_up(outbox_offset(num_ranks, 0), kCacheLine); }
     // What rank `peer` tells me about itself, and the source of what I tell rank `peer`.
     UCCL_EP_DEVICE uint64_t notice_offset(uint32_t peer) const {
         return verdict_outbox_offset() + kCacheLine + uint64_t{peer} * sizeof(PeerNotice);
