@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import NETWORK, VARIANTS, Variant, missing
 from rig import Rank, Ranks
+from variants import NETWORK, VARIANTS, Variant, missing
 
 from uccl_ep_core.errors import TransportError
 from uccl_ep_libfabric import LibfabricTransport, leftovers
@@ -131,7 +131,10 @@ def test_addresses_that_do_not_fit_are_refused(variant: Variant) -> None:
         for change, words in [
             ({"protocol": "FI_PROTO_OTHER"}, "set the option provider alike"),
             ({"lanes": other["lanes"] * 2}, "set the options lanes and rails alike"),
-            ({"process": {**other["process"], "boot": "elsewhere"}}, "loopback and shared memory reach only ranks of one"),
+            (
+                {"process": {**other["process"], "boot": "elsewhere"}},
+                "loopback and shared memory reach only ranks of one",
+            ),
             ({"format": 99}, "another version of uccl_ep"),
         ]:
             theirs = json.dumps({**other, **change}).encode()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from conftest import VARIANTS, Variant
 from rig import Rank, Ranks
+from variants import VARIANTS, Variant
 
 LARGE = 1 << 20
 OUTBOX = 4 << 20

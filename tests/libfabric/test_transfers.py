@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from conftest import VARIANTS, Variant
 from rig import Rank, Ranks
+from variants import VARIANTS, Variant
 
 SLOT = 64 << 10
 SLOTS = 64
@@ -59,7 +59,7 @@ def exchange(rank: Rank, seed: int, lane: int) -> int:
 def test_exact_bytes_and_immediates_after_payload(variant: Variant) -> None:
     with Ranks(variant.options, size=3, lanes=2) as ranks:
         for seed in range(3):
-            results = ranks.run({rank: (exchange, seed, seed % 2) for rank in range(3)})
+            results = ranks.run(dict.fromkeys(range(3), (exchange, seed, seed % 2)))
             assert results == {0: SLOTS, 1: SLOTS, 2: SLOTS}
 
 

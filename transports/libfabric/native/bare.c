@@ -32,8 +32,8 @@ double fab_bench_bare_send(fab_context *context, uint32_t lane_index, uint32_t p
         while (posted < count && posted - completed < window) {
             struct iovec piece = {rail->local[0], bytes};
             struct fi_rma_iov target = {fab_remote_address(rail, remote, 0, 0), bytes, remote->key[0]};
-            struct fi_msg_rma message = {&piece, &rail->desc[0], 1, remote->address, &target, 1,
-                                         &scratch[posted % window], posted & UINT32_MAX};
+            struct fi_msg_rma message = {
+                &piece, &rail->desc[0], 1, remote->address, &target, 1, &scratch[posted % window], posted & UINT32_MAX};
             const ssize_t status = fi_writemsg(rail->endpoint, &message, FI_REMOTE_CQ_DATA);
             if (status == -FI_EAGAIN) {
                 break;
@@ -77,8 +77,8 @@ double fab_bench_bare_receive(fab_context *context, uint32_t lane_index, uint64_
     return seconds_since(begin);
 }
 
-double fab_bench_send(void *operations, uint32_t lane, uint32_t peer, uint64_t bytes, uint64_t count,
-                      uint32_t window, uint32_t batch, double timeout_s) {
+double fab_bench_send(void *operations, uint32_t lane, uint32_t peer, uint64_t bytes, uint64_t count, uint32_t window,
+                      uint32_t batch, double timeout_s) {
     const uccl_ep_transport_ops *table = operations;
     uccl_ep_write *writes = calloc(batch, sizeof *writes);
     if (!writes) {

@@ -68,21 +68,21 @@ void fab_handle_message(fab_lane *lane, const fab_message *message) {
     }
     uint8_t *greeted = &lane->greeted[(size_t)peer * FAB_MAX_RAILS + message->argument];
     switch (message->kind) {
-    case FAB_HELLO:
-        *greeted |= FAB_HELLO_SEEN;
-        break;
-    case FAB_WELCOME:
-        *greeted |= FAB_WELCOME_SEEN;
-        break;
-    case FAB_REVOKE:
-        fab_shut_rail(lane, message->argument, "the peer reported it");
-        fab_send_message(lane, FAB_MAX_RAILS, peer, FAB_REVOKED, message->argument);
-        break;
-    case FAB_REVOKED:
-        fab_revoked(lane, message->argument, peer);
-        break;
-    default:
-        break;
+        case FAB_HELLO:
+            *greeted |= FAB_HELLO_SEEN;
+            break;
+        case FAB_WELCOME:
+            *greeted |= FAB_WELCOME_SEEN;
+            break;
+        case FAB_REVOKE:
+            fab_shut_rail(lane, message->argument, "the peer reported it");
+            fab_send_message(lane, FAB_MAX_RAILS, peer, FAB_REVOKED, message->argument);
+            break;
+        case FAB_REVOKED:
+            fab_revoked(lane, message->argument, peer);
+            break;
+        default:
+            break;
     }
 }
 
@@ -123,7 +123,8 @@ int fab_begin_connect(fab_context *context, uint32_t rank, uint32_t ranks, uint3
 }
 
 int fab_add_peer(fab_context *context, uint32_t lane, uint32_t rail_index, uint32_t peer, const uint8_t *name,
-                 size_t name_bytes, uint32_t regions, const uint64_t *keys, const uint64_t *bases, const uint64_t *bytes) {
+                 size_t name_bytes, uint32_t regions, const uint64_t *keys, const uint64_t *bases,
+                 const uint64_t *bytes) {
     fab_rail *rail = &context->lanes[lane].rails[rail_index];
     fab_remote *remote = &rail->remote[peer];
     /* Providers differ in how much they read of a short address: give them room. */

@@ -101,9 +101,7 @@ void fab_set_delivery(fab_context *context, int always, int network) {
 const char *fab_words(const fab_context *context) { return context->words; }
 void *fab_operations(fab_context *context) { return &context->table; }
 
-void fab_watch_peer(fab_context *context, uint32_t peer, int32_t pidfd) {
-    context->watches[peer].pidfd = pidfd;
-}
+void fab_watch_peer(fab_context *context, uint32_t peer, int32_t pidfd) { context->watches[peer].pidfd = pidfd; }
 
 /* Any thread. A process of this host is asked through its pidfd, at most once a millisecond. */
 int32_t fab_peer_state(void *opaque, uint32_t peer) {

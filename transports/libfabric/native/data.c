@@ -58,12 +58,10 @@ static ssize_t write_operation(fab_lane *lane, fab_operation *operation, bool mo
     fab_rail *rail = &lane->rails[operation->rail];
     const uccl_ep_write *write = &operation->write;
     fab_remote *remote = &rail->remote[write->peer];
-    struct iovec piece = {.iov_base = rail->local[write->local_region] + write->local_offset,
-                          .iov_len = write->bytes};
-    struct fi_rma_iov target = {
-        .addr = fab_remote_address(rail, remote, write->remote_region, write->remote_offset),
-        .len = write->bytes,
-        .key = remote->key[write->remote_region]};
+    struct iovec piece = {.iov_base = rail->local[write->local_region] + write->local_offset, .iov_len = write->bytes};
+    struct fi_rma_iov target = {.addr = fab_remote_address(rail, remote, write->remote_region, write->remote_offset),
+                                .len = write->bytes,
+                                .key = remote->key[write->remote_region]};
     struct fi_msg_rma message = {.msg_iov = &piece,
                                  .desc = &rail->desc[write->local_region],
                                  .iov_count = 1,
@@ -144,8 +142,8 @@ void fab_post_waiting(fab_lane *lane) {
                 const uint32_t rail = fab_choose_rail(lane, peer);
                 operation->rail = (uint8_t)(rail == FAB_NONE ? FAB_MAX_RAILS : rail);
             }
-            status = operation->rail >= lane->num_rails ? -FI_ENOTCONN
-                                                        : (int32_t)write_operation(lane, operation, false);
+            status =
+                operation->rail >= lane->num_rails ? -FI_ENOTCONN : (int32_t)write_operation(lane, operation, false);
         }
         if (status == -FI_EAGAIN) {
             lane->statistics.again++;
@@ -224,7 +222,8 @@ static bool stripe(fab_lane *lane, const uccl_ep_write *write, uint32_t rails) {
     while (first != FAB_NONE) {
         fab_operation *chunk = &lane->operations[first];
         first = chunk->next;
-        while (!lane->rails[rail % lane->num_rails].open || (lane->lost[write->peer] & (1u << rail % lane->num_rails))) {
+        while (!lane->rails[rail % lane->num_rails].open ||
+               (lane->lost[write->peer] & (1u << rail % lane->num_rails))) {
             rail++;
         }
         chunk->rail = (uint8_t)(rail++ % lane->num_rails);
@@ -281,8 +280,8 @@ int64_t fab_post_writes(void *opaque, uint32_t lane_index, const uccl_ep_write *
             }
             break; /* it is refused when it comes first */
         }
-        const uint32_t rail = single ? (lane->lost[peer] || !lane->rails[0].open ? FAB_NONE : 0)
-                                     : fab_choose_rail(lane, peer);
+        const uint32_t rail =
+            single ? (lane->lost[peer] || !lane->rails[0].open ? FAB_NONE : 0) : fab_choose_rail(lane, peer);
         if (rail == FAB_NONE || atomic_load_explicit(&context->dead[peer], memory_order_relaxed)) {
             lane->in_flight++;
             fab_report(lane, write->token, peer, -FI_ENOTCONN);
@@ -309,15 +308,19 @@ int64_t fab_post_writes(void *opaque, uint32_t lane_index, const uccl_ep_write *
         operation->write = *write;
         const ssize_t status = write_operation(lane, operation, batch && accepted + 1 < count);
         if (status == -FI_EAGAIN) {
-            fab_give(lane, operation);
             lane->statistics.again++;
             fab_refused(lane, rail, peer);
-            break;
+            if (single) {
+                fab_give(lane, operation);
+                break;
+            }
+            /* The depth is a promise for the lane, whichever of its rails is full now. */
+            fab_wait_to_post(lane, operation);
         }
         lane->in_flight++;
         lane->statistics.posted++;
         lane->statistics.posted_bytes += write->bytes;
-        if (status) {
+        if (status && status != -FI_EAGAIN) {
             if (fab_is_peer_error((int)status)) {
                 fab_wait_to_post(lane, operation);
                 fab_lose_rail(lane, rail, peer, (int)status, "a post was refused");

@@ -119,8 +119,8 @@ int fab_rail_open(fab_context *context, fab_lane *lane, fab_rail *rail, const st
     if (!rail->messages) {
         return say(context, -FI_ENOMEM, "control messages", info);
     }
-    error = register_memory(rail, rail->messages, count * sizeof(fab_message), FI_SEND | FI_RECV, FAB_MAX_REGIONS,
-                            -1, -1, &rail->message_mr);
+    error = register_memory(rail, rail->messages, count * sizeof(fab_message), FI_SEND | FI_RECV, FAB_MAX_REGIONS, -1,
+                            -1, &rail->message_mr);
     error = error ? error : activate(rail, rail->message_mr);
     if (error) {
         return say(context, error, "registering control messages", info);

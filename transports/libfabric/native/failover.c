@@ -24,23 +24,23 @@ static const uint64_t kDrainLimitNs = 50000000;
 /* Errors that speak of the peer or the path, not of what we asked for. */
 bool fab_is_peer_error(int error) {
     switch (error < 0 ? -error : error) {
-    case 0:
-    case FI_EAGAIN:
-    case FI_EINVAL:
-    case FI_EACCES:
-    case FI_EPERM:
-    case FI_EMSGSIZE:
-    case FI_ENOMEM:
-    case FI_EBADFLAGS:
-    case FI_EKEYREJECTED:
-    case FI_ENOKEY:
-    case FI_ENOSYS:
-    case FI_EOPNOTSUPP:
-    case FI_ETRUNC:
-    case FI_ENOAV:
-        return false;
-    default:
-        return true;
+        case 0:
+        case FI_EAGAIN:
+        case FI_EINVAL:
+        case FI_EACCES:
+        case FI_EPERM:
+        case FI_EMSGSIZE:
+        case FI_ENOMEM:
+        case FI_EBADFLAGS:
+        case FI_EKEYREJECTED:
+        case FI_ENOKEY:
+        case FI_ENOSYS:
+        case FI_EOPNOTSUPP:
+        case FI_ETRUNC:
+        case FI_ENOAV:
+            return false;
+        default:
+            return true;
     }
 }
 

@@ -127,7 +127,8 @@ int fab_endpoint_name(const fab_context *context, uint32_t lane, uint32_t rail, 
 /* Prepare for `ranks` peers. `group` is a number that only this group's members know. */
 int fab_begin_connect(fab_context *context, uint32_t rank, uint32_t ranks, uint32_t lanes, uint64_t group);
 int fab_add_peer(fab_context *context, uint32_t lane, uint32_t rail, uint32_t peer, const uint8_t *name,
-                 size_t name_bytes, uint32_t regions, const uint64_t *keys, const uint64_t *bases, const uint64_t *bytes);
+                 size_t name_bytes, uint32_t regions, const uint64_t *keys, const uint64_t *bases,
+                 const uint64_t *bytes);
 /* Notice the death of a process of this host through its pidfd; the context owns the fd. */
 void fab_watch_peer(fab_context *context, uint32_t peer, int32_t pidfd);
 /* Work on the handshake for at most `budget_us`; 1: done, 0: going on, negative errno: failed. */
@@ -148,8 +149,8 @@ void fab_close(fab_context *context);
 double fab_bench_bare_send(fab_context *context, uint32_t lane, uint32_t peer, uint64_t bytes, uint64_t count,
                            uint32_t window, double timeout_s);
 double fab_bench_bare_receive(fab_context *context, uint32_t lane, uint64_t count, double timeout_s);
-double fab_bench_send(void *operations, uint32_t lane, uint32_t peer, uint64_t bytes, uint64_t count,
-                      uint32_t window, uint32_t batch, double timeout_s);
+double fab_bench_send(void *operations, uint32_t lane, uint32_t peer, uint64_t bytes, uint64_t count, uint32_t window,
+                      uint32_t batch, double timeout_s);
 double fab_bench_receive(void *operations, uint32_t lane, uint64_t count, double timeout_s);
 
 /* cffi ends */

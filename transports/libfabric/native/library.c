@@ -70,9 +70,12 @@ fab_library *fab_library_open(const char *path, char *error, size_t error_bytes)
         const char *name;
         void **target;
     } symbols[] = {
-        {"fi_version", (void **)&version},           {"fi_getinfo", (void **)&library->getinfo},
-        {"fi_freeinfo", (void **)&library->freeinfo}, {"fi_dupinfo", (void **)&library->dupinfo},
-        {"fi_fabric", (void **)&library->fabric},     {"fi_strerror", (void **)&library->strerror},
+        {"fi_version", (void **)&version},
+        {"fi_getinfo", (void **)&library->getinfo},
+        {"fi_freeinfo", (void **)&library->freeinfo},
+        {"fi_dupinfo", (void **)&library->dupinfo},
+        {"fi_fabric", (void **)&library->fabric},
+        {"fi_strerror", (void **)&library->strerror},
         {"fi_tostr", (void **)&library->tostr},
     };
     for (size_t i = 0; i < sizeof symbols / sizeof symbols[0]; i++) {
@@ -113,8 +116,8 @@ struct fi_info *fab_ask(const fab_library *library, const fab_query *query, int 
     hints->mode = FI_CONTEXT | FI_CONTEXT2 | (query->receive_mode ? FI_RX_CQ_DATA : 0);
     hints->ep_attr->type = FI_EP_RDM;
     /* All memory modes but RAW keys, which would need a call per peer, and RMA events, which we do not use. */
-    hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY |
-                                  FI_MR_ENDPOINT | (query->device_memory ? FI_MR_HMEM : 0);
+    hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT |
+                                  (query->device_memory ? FI_MR_HMEM : 0);
     hints->domain_attr->threading = FI_THREAD_DOMAIN;
     hints->domain_attr->av_type = FI_AV_TABLE;
     hints->domain_attr->resource_mgmt = FI_RM_ENABLED;

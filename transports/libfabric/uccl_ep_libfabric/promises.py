@@ -33,9 +33,7 @@ def promises(library: Library, choice: Choice, options: Mapping[str, Any]) -> tu
     rails = choice.rails
     notes: dict[str, str] = {}
     order, largest_ordered = _write_order(rails, notes)
-    delivery = all(
-        _same_endpoint(library, answer, default_flags=constants().delivery_complete) for answer in rails
-    )
+    delivery = all(_same_endpoint(library, answer, default_flags=constants().delivery_complete) for answer in rails)
     # Endpoints with names instead of network addresses meet in the memory of one machine.
     reaches_others = all(answer.info.address_format != constants().address_string for answer in rails)
     immediate = all(answer.info.immediate_bytes >= 4 for answer in rails)

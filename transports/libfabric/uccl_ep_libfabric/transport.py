@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import pathlib
@@ -13,7 +14,7 @@ from typing import Any
 
 from uccl_ep_core.capabilities import Capabilities
 from uccl_ep_core.errors import BackendUnavailableError, EPError, TransportError
-from uccl_ep_core.transport import Device, Memory, Option, Transport
+from uccl_ep_core.transport import Device, Memory, Transport
 
 from . import leftovers, network, topology
 from .address import Address, Endpoint, unpack
@@ -108,11 +109,19 @@ class LibfabricTransport(Transport):
             if code:
                 words = self._words(context)
                 module.lib.fab_close(context)
-                raise BackendUnavailableError(
-                    f"libfabric: cannot open {words}. With many ranks on a machine lower the options lanes and "
-                    "send_depth, or raise the limits on open files and locked memory (ulimit -n, ulimit -l)"
-                )
+                raise BackendUnavailableError(f"libfabric: cannot open {words}. {self._open_remedy(code)}")
         return context
+
+    def _open_remedy(self, code: int) -> str:
+        if code == -errno.EADDRNOTAVAIL:
+            return (
+                f"{self._options['address'] or 'That'} is no address of this machine; its interfaces: "
+                f"{', '.join(network.interfaces())}"
+            )
+        return (
+            "With many ranks on a machine lower the options lanes and send_depth, or raise the limits on open "
+            "files and locked memory (ulimit -n, ulimit -l)"
+        )
 
     @property
     def capabilities(self) -> Capabilities:
@@ -127,7 +136,9 @@ class LibfabricTransport(Transport):
                 "pass pinned host memory"
             )
         if memory.device is not None and memory.dmabuf_fd is None:
-            raise TransportError("libfabric: GPU memory is registered through a dma-buf, and this memory came with none")
+            raise TransportError(
+                "libfabric: GPU memory is registered through a dma-buf, and this memory came with none"
+            )
         device = -1 if memory.device is None else memory.device
         code = native().lib.fab_register(
             self._context,
@@ -185,7 +196,12 @@ class LibfabricTransport(Transport):
                 raise TransportError(f"libfabric: memory {region} has no key: {self._error(code)}")
             keys.append(int(key[0]))
             bases.append(int(base[0]))
-        return Endpoint(bytes(module.ffi.buffer(room, length)), tuple(keys), tuple(bases), tuple(memory.nbytes for memory in self._regions))
+        return Endpoint(
+            bytes(module.ffi.buffer(room, length)),
+            tuple(keys),
+            tuple(bases),
+            tuple(memory.nbytes for memory in self._regions),
+        )
 
     # ---- connecting ----
 
@@ -218,8 +234,9 @@ class LibfabricTransport(Transport):
         where = f"rank {peer} on {other.host}"
         if (mine.provider, mine.protocol) != (other.provider, other.protocol):
             raise TransportError(
-                f"libfabric: {where} uses provider {other.provider} ({other.protocol}, libfabric {other.library}), this "
-                f"rank {mine.provider} ({mine.protocol}, libfabric {mine.library}): set the option provider alike on all"
+                f"libfabric: {where} uses provider {other.provider} ({other.protocol}, libfabric {other.library}), "
+                f"this rank {mine.provider} ({mine.protocol}, libfabric {mine.library}): "
+                "set the option provider alike on all ranks"
             )
         if [len(lane) for lane in mine.lanes] != [len(lane) for lane in other.lanes]:
             raise TransportError(
