@@ -144,6 +144,21 @@ def test_no_gid_lists_what_there_is() -> None:
         discovery.choose_gid(TABLE, "roce", settings(interface="eth9"))
 
 
+@pytest.mark.parametrize(
+    ("status", "name", "advice"),
+    [
+        (12, "retry counter exceeded", "timeout and retry"),
+        (5, "flushed", "first error"),
+        (10, "remote access", "closed"),
+    ],
+)
+def test_completions_in_words(status: int, name: str, advice: str) -> None:
+    native = pytest.importorskip("uccl_ep_ibverbs._native", reason="built without rdma-core's headers")
+    text = native.describe_completion(status, "mlx5_0 port 1", 3, 2, 77)
+    for part in ("mlx5_0 port 1", "rank 3", "lane 2", "queue pair 77", f"status {status}", name, "Try:", advice):
+        assert part in text
+
+
 def test_without_pyverbs_the_plugin_is_there_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> loader.Verbs:
         raise loader.VerbsMissingError("pyverbs is not installed", loader.INSTALL)

@@ -195,6 +195,39 @@ def test_a_closed_peer_is_named_and_nothing_is_owed(opened: list[Endpoint], devi
     assert sender.settle(1) == [(78, 2, 0)], "other peers are not harmed"
 
 
+def test_contradicting_handles_are_refused(opened: list[Endpoint], device: str) -> None:
+    from uccl_ep_ibverbs import raw
+    from uccl_ep_ibverbs.loader import data_plane
+
+    pair(opened, device)
+    transport = opened[0].transport
+    (mine,) = transport._pairs  # type: ignore[attr-defined]
+    (other,) = opened[1].transport._pairs  # type: ignore[attr-defined]
+    plane = data_plane().Plane(num_ranks=2, max_message=1024, immediates=False, signals=False)
+    queues = {"send_queue": raw.handle(mine.send_queue), "receive_queue": raw.handle(mine.receive_queue)}
+    plane.add_lane(device=device, local=[], flush_address=0, flush_key=0, **queues)
+    good = {
+        "lane": 0,
+        "peer": 1,
+        "queue_pair": raw.handle(mine.qp),
+        "protection_domain": raw.handle(mine.rail.domain),
+        "qp_num": mine.number,
+        "send_depth": 8,
+        "receive_depth": 4,
+        "inline_bytes": 0,
+        "remote": [],
+    }
+    for wrong in (
+        {"qp_num": mine.number + 1},
+        {"queue_pair": raw.handle(other.qp)},
+        {"protection_domain": raw.handle(other.rail.domain)},
+        {"queue_pair": 0},
+        {"queue_pair": raw.handle(mine.qp) + 1},
+    ):
+        with pytest.raises(ValueError, match="handle"):
+            plane.add_pair(**{**good, **wrong})
+
+
 def test_connect_names_the_peer_that_is_missing(opened: list[Endpoint], device: str) -> None:
     opened += [Endpoint(device, {}) for _ in range(2)]
     addresses = [it.transport.address() for it in opened]

@@ -56,6 +56,21 @@ def event_id(event: Any, listener: int = 0) -> int:
     return ctypes.c_void_p.from_address(address).value or 0
 
 
+def data_in_order(queue_pair: Any) -> str:
+    """What the device says of the order of bytes within one write: "whole message", "128-byte blocks" or "none".
+
+    For people only: no plan relies on it, since it says nothing about one write after another.
+    """
+    library = ctypes.CDLL("libibverbs.so.1")
+    if not hasattr(library, "ibv_query_qp_data_in_order"):
+        return "unknown to this libibverbs"
+    query = library.ibv_query_qp_data_in_order
+    query.restype = ctypes.c_int
+    query.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32]
+    found = int(query(handle(queue_pair), 0, 1))  # IBV_WR_RDMA_WRITE, IBV_QUERY_QP_DATA_IN_ORDER_RETURN_CAPS
+    return "whole message" if found & 1 else "128-byte blocks" if found & 2 else "none"
+
+
 def source_port(cmid: Any) -> int:
     """The port that an rdma_cm id is bound to."""
     library = ctypes.CDLL("librdmacm.so.1")

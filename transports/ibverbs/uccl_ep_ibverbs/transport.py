@@ -368,6 +368,9 @@ class IbverbsTransport(Transport):
                 "gpu_memory": rail.gpu_memory or "staged in host memory",
                 "registrations": [len(by_rail[self._rails.index(rail)].rkeys) for by_rail in self._registered],
             }
+            pair = next((it for it in self._pairs if it.rail is rail), None)
+            if pair is not None:
+                facts["order_within_a_write"] = raw.data_in_order(pair.qp)
             rails.append(facts)
         settings = self._settings
         return {
