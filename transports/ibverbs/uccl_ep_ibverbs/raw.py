@@ -67,8 +67,10 @@ def data_in_order(queue_pair: Any) -> str:
     query = library.ibv_query_qp_data_in_order
     query.restype = ctypes.c_int
     query.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32]
-    found = int(query(handle(queue_pair), 0, 1))  # IBV_WR_RDMA_WRITE, IBV_QUERY_QP_DATA_IN_ORDER_RETURN_CAPS
-    return "whole message" if found & 1 else "128-byte blocks" if found & 2 else "none"
+    write, plain, return_caps = 0, 0, 1  # older versions of the library know only the plain question
+    if query(handle(queue_pair), write, plain) == 1:
+        return "whole message"
+    return "128-byte blocks" if int(query(handle(queue_pair), write, return_caps)) & 2 else "none"
 
 
 def source_port(cmid: Any) -> int:
