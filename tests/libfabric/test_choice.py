@@ -67,9 +67,11 @@ def test_capabilities_come_from_the_provider(variant: Variant) -> None:
         assert promises.native_signal == "none" and not promises.signal_order
         assert not promises.device_memory, "these providers are software"
         assert promises.peer_failure == ("none" if variant.same_host else "error_completion")
-        assert promises.exactly_once and promises.write_order
+        assert promises.exactly_once
+        assert promises.write_order == (not variant.same_host), "tcp grants it by itself, shm only when asked"
         facts = transport.describe()
         assert facts["provider"] == variant.provider
+        assert facts["addresses"] == ("virtual" if variant.same_host else "offsets"), "both modes are to be run"
         assert "staged in the host" in facts["notes"]["device_memory"]
     finally:
         transport.close()

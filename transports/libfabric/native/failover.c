@@ -174,8 +174,9 @@ static void drain(fab_lane *lane, uint32_t rail) {
 }
 
 /* Give up our side of a rail: new writes are shut out, what has landed is taken in, and from then on the
- * endpoint is never polled again. Within one machine writes land in our own calls only, so that not
- * calling shuts them out; deregistering first would make shm of 2.5 report success for what it refused. */
+ * endpoint is never polled again. Within one machine writes land in our calls or in the sender's, who has
+ * stopped, so that not calling shuts them out; deregistering first would make shm of 2.5 report success for
+ * what it refused. */
 void fab_shut_rail(fab_lane *lane, uint32_t rail_index, const char *words) {
     fab_rail *rail = &lane->rails[rail_index];
     if (!rail->open) {

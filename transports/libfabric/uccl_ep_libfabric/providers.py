@@ -102,23 +102,19 @@ def ask(library: Library, **fields: Any) -> list[Answer]:
 
 
 def answers_of(library: Library, provider: Provider, **fields: Any) -> list[Answer]:
-    """Answers of one provider, with the order of writes asked for where it grants that."""
-    order = constants().order_waw
+    """Answers of one provider. No order is asked for: no plan here needs it, and asking costs shm its fast path."""
     for name in provider.filters:
         # Receives posted for immediates are a burden: only where the provider gives nothing without.
         for receive_mode in (0, 1):
-            for wanted in (order, 0):
-                found = [
-                    answer
-                    for answer in ask(
-                        library, provider=name, **{"order": wanted, "receive_mode": receive_mode, **fields}
-                    )
-                    if answer.text("provider") == name
-                    and provider.fabric in ("", answer.text("fabric"))
-                    and provider.not_fabric != answer.text("fabric")
-                ]
-                if found:
-                    return found
+            found = [
+                answer
+                for answer in ask(library, provider=name, receive_mode=receive_mode, **fields)
+                if answer.text("provider") == name
+                and provider.fabric in ("", answer.text("fabric"))
+                and provider.not_fabric != answer.text("fabric")
+            ]
+            if found:
+                return found
     return []
 
 
