@@ -170,6 +170,18 @@ def test_without_pyverbs_the_plugin_is_there_and_says_why(monkeypatch: pytest.Mo
     assert "python3-pyverbs" in device.remedy
 
 
+def test_a_build_without_headers_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    import uccl_ep_ibverbs
+
+    monkeypatch.setattr("uccl_ep_ibverbs.transport.verbs", lambda: loader.Verbs(*[None] * 11, origin="here"))
+    monkeypatch.delattr(uccl_ep_ibverbs, "_native", raising=False)
+    monkeypatch.setitem(loader.sys.modules, "uccl_ep_ibverbs._native", None)
+    (device,) = IbverbsTransport.probe({})
+    assert not device.usable
+    assert "no ibverbs data plane" in device.reason
+    assert "libibverbs-dev" in device.remedy
+
+
 def test_without_a_device_the_remedy_is_named(sysfs: FakeSysfs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("uccl_ep_ibverbs.transport.verbs", lambda: loader.Verbs(*[None] * 11, origin="here"))
     monkeypatch.setattr("uccl_ep_ibverbs.transport.data_plane", lambda: None)
