@@ -236,6 +236,10 @@ uint32_t fab_choose_rail(const fab_lane *lane, uint32_t peer);
 void fab_finish(fab_lane *lane, fab_operation *operation, int32_t status);
 int64_t fab_post_writes(void *context, uint32_t lane, const uccl_ep_write *writes, uint64_t count);
 
+/* stripe.c */
+uint32_t fab_living_rails(const fab_lane *lane, uint32_t peer);
+bool fab_stripe(fab_lane *lane, const uccl_ep_write *write, uint32_t rails);
+
 /* poll.c */
 void fab_stash_push(fab_lane *lane, uint64_t immediate);
 uint64_t fab_read_arrivals(fab_lane *lane, uint32_t rail, uccl_ep_arrival *out, uint64_t capacity);

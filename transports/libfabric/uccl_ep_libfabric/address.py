@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from uccl_ep_core.errors import TransportError
 
+from . import network
 from .leftovers import Process
 
 FORMAT = 1
@@ -91,3 +92,29 @@ def unpack(data: bytes, rank: int) -> Address:
             f"libfabric: the address of rank {rank} is not one of this transport ({error}): "
             "all ranks must use transport libfabric"
         ) from error
+
+
+def check_peer(mine: Address, peer: int, other: Address) -> None:
+    """Refuse a peer that cannot be written to.
+
+    Raises:
+        TransportError: names the rank, what differs, and the option that would do.
+    """
+    where = f"rank {peer} on {other.host}"
+    if (mine.provider, mine.protocol) != (other.provider, other.protocol):
+        raise TransportError(
+            f"libfabric: {where} uses provider {other.provider} ({other.protocol}, libfabric {other.library}), "
+            f"this rank {mine.provider} ({mine.protocol}, libfabric {mine.library}): "
+            "set the option provider alike on all ranks"
+        )
+    if [len(lane) for lane in mine.lanes] != [len(lane) for lane in other.lanes]:
+        raise TransportError(
+            f"libfabric: {where} has {len(other.lanes)} lanes of {len(other.lanes[0])} rails, this rank "
+            f"{len(mine.lanes)} of {len(mine.lanes[0])}: set the options lanes and rails alike on all ranks"
+        )
+    example = next((name for name in network.interfaces() if name != "lo"), "eth0")
+    if (mine.local_only or other.local_only) and mine.process.boot != other.process.boot:
+        raise TransportError(
+            f"libfabric: {where} is another machine, but loopback and shared memory reach only ranks of one "
+            f"machine: bind to an address that both can reach, e.g. option interface={example}"
+        )

@@ -16,14 +16,15 @@ from uccl_ep_core.capabilities import Capabilities
 from uccl_ep_core.errors import BackendUnavailableError, EPError, TransportError
 from uccl_ep_core.transport import Device, Memory, Transport
 
-from . import leftovers, network, topology
-from .address import Address, Endpoint, unpack
+from . import leftovers, network
+from .address import Address, Endpoint, check_peer, unpack
 from .benchmark import Loops
 from .explain import why_absent
+from .facts import device_of, facts_of
 from .library import Library, constants, find, native
 from .options import OPTIONS
 from .promises import promises
-from .providers import AUTO, KNOWN, Choice, answers_of, choose
+from .providers import KNOWN, Choice, answers_of, choose
 
 HANDSHAKE_SLICE_US = 20_000
 MAX_NAME = 256
@@ -72,7 +73,7 @@ class LibfabricTransport(Transport):
                 domain = answer.text("domain")
                 if domain not in seen:
                     seen.add(domain)
-                    devices.append(_device(library, provider.name, domain, answer))
+                    devices.append(device_of(library, provider.name, domain, answer))
         return devices
 
     @classmethod
@@ -222,32 +223,13 @@ class LibfabricTransport(Transport):
         if code:
             raise TransportError(f"libfabric: {self._words()}")
         for peer in peers:
-            self._check_peer(parsed[rank], peer, parsed[peer])
+            check_peer(parsed[rank], peer, parsed[peer])
             self._add_peer(peer, parsed[peer], lanes)
         self._shake_hands(parsed, timeout_s)
         # From here on every connection stands, so one that refuses writes is one that broke.
         if self._capabilities.peer_failure == "error_completion":
             module.lib.fab_set_patience(self._context, int(self._options["reconnect_s"] * 1e9))
         self._connected = True
-
-    def _check_peer(self, mine: Address, peer: int, other: Address) -> None:
-        where = f"rank {peer} on {other.host}"
-        if (mine.provider, mine.protocol) != (other.provider, other.protocol):
-            raise TransportError(
-                f"libfabric: {where} uses provider {other.provider} ({other.protocol}, libfabric {other.library}), "
-                f"this rank {mine.provider} ({mine.protocol}, libfabric {mine.library}): "
-                "set the option provider alike on all ranks"
-            )
-        if [len(lane) for lane in mine.lanes] != [len(lane) for lane in other.lanes]:
-            raise TransportError(
-                f"libfabric: {where} has {len(other.lanes)} lanes of {len(other.lanes[0])} rails, this rank "
-                f"{len(mine.lanes)} of {len(mine.lanes[0])}: set the options lanes and rails alike on all ranks"
-            )
-        if (mine.local_only or other.local_only) and mine.process.boot != other.process.boot:
-            raise TransportError(
-                f"libfabric: {where} is another machine, but loopback and shared memory reach only ranks of one "
-                f"machine: bind to an address that both can reach, e.g. option interface={_example_interface()}"
-            )
 
     def _add_peer(self, peer: int, address: Address, lanes: int) -> None:
         module = native()
@@ -345,7 +327,7 @@ class LibfabricTransport(Transport):
             "provider": first.text("provider"),
             "protocol": first.text("protocol"),
             "chosen because": list(self._choice.reasons),
-            "rails": [_facts(answer, str(self._options["near"])) for answer in self._choice.rails],
+            "rails": [facts_of(answer, str(self._options["near"])) for answer in self._choice.rails],
             "lanes": self._capabilities.lanes,
             "addresses": "virtual" if mode & constants().mr_virtual_address else "offsets",
             "keys": "of the provider" if mode & constants().mr_provider_key else "ours",
@@ -362,32 +344,3 @@ class LibfabricTransport(Transport):
     def _error(self, code: int) -> str:
         module = native()
         return str(module.ffi.string(module.lib.fab_error_text(self._library.handle, code)).decode())
-
-
-def _example_interface() -> str:
-    return next((name for name in network.interfaces() if name != "lo"), "eth0")
-
-
-def _facts(answer: Any, near: str = "") -> dict[str, Any]:
-    gpu = near or topology.current_gpu()
-    facts: dict[str, Any] = {"domain": answer.text("domain"), "address": answer.text("source")}
-    if answer.pci:
-        facts["pci"] = answer.pci
-        if gpu:
-            facts["PCIe distance to GPU"] = topology.distance(answer.pci, gpu)
-    if answer.info.link_bits_per_second:
-        facts["link"] = f"{answer.info.link_bits_per_second / 1e9:g} Gbit/s"
-    return facts
-
-
-def _device(library: Library, provider: str, domain: str, answer: Any) -> Device:
-    usable = answer.info.link_up != 0
-    auto = provider in AUTO
-    reason = f"{library}, {answer.text('protocol')}" + ("" if auto else "; only by option provider")
-    return Device(
-        f"{provider}:{domain}",
-        usable,
-        reason if usable else "its link is down",
-        "" if usable else "bring the link up, or choose another NIC by the option interface",
-        _facts(answer),
-    )
