@@ -23,7 +23,9 @@ from .tensors import (
     check_reducible,
     check_rows,
     check_topk_idx,
+    check_tensor,
     check_topk_weights,
+    check_vector,
     names,
     pointer,
     round_up,
@@ -161,6 +163,17 @@ def _shape(
     return DispatchShape(row_bytes, scale_bytes, num_topk, num_experts)
 
 
+def _check_notify(communicator: Communicator, num_experts: int) -> None:
+    """The counts that announce a dispatch are one message, of NotifyWords of core/kernels/notify.hpp."""
+    local_experts = num_experts // communicator.num_ranks
+    needed = 64 + 16 + 4 * (2 * communicator.num_channels + local_experts)
+    if needed > communicator.general.slot_bytes:
+        raise ArgumentError(
+            f"the counts of {local_experts} experts a rank do not fit a slot of {communicator.general.slot_bytes} bytes: "
+            f"set slot_bytes (UCCL_EP_SLOT_BYTES) to at least {round_up(needed, 64)}"
+        )
+
+
 def _check_payload(
     communicator: Communicator, x: torch.Tensor, scales: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -218,14 +231,16 @@ def dispatch(
     communicator.ensure_usable()
     device, ranks = communicator.backend.torch_device, communicator.num_ranks
     x, scales = _check_payload(communicator, x, scales)
+    num_tokens_per_expert = check_vector("num_tokens_per_expert", num_tokens_per_expert, device, torch.int32)
     num_experts = num_tokens_per_expert.numel()
     check_experts(num_experts, ranks)
+    _check_notify(communicator, num_experts)
+    if num_worst_tokens < 0:
+        raise ArgumentError(f"num_worst_tokens = {num_worst_tokens}: use 0, or the most rows that can arrive")
     is_token_in_rank = check_matrix("is_token_in_rank", is_token_in_rank, device, ranks)
     check_rows("is_token_in_rank", is_token_in_rank, x.shape[0], "x")
     if is_token_in_rank.dtype != torch.bool:
         raise ArgumentError(f"is_token_in_rank is {is_token_in_rank.dtype}: use bool")
-    if num_tokens_per_expert.dtype != torch.int32:
-        raise ArgumentError(f"num_tokens_per_expert is {num_tokens_per_expert.dtype}: use int32")
     num_topk = 0
     if topk_idx is not None:
         topk_idx = check_topk_idx(topk_idx, device, num_experts)
@@ -237,6 +252,15 @@ def dispatch(
         raise ArgumentError("topk_weights was given without topk_idx: give both, or neither")
     shape = _shape(communicator, x, scales, num_topk, num_experts)
     grid = _grid(communicator, _roles(communicator))
+    outputs = None
+    if num_worst_tokens:  # known beforehand: when there is no memory for it, nobody has communicated yet
+        try:
+            outputs = _outputs(communicator, shape, num_worst_tokens, x, scales, topk_idx)
+        except (MemoryError, RuntimeError, OSError, OverflowError, ValueError) as error:
+            raise ArgumentError(
+                f"num_worst_tokens = {num_worst_tokens}: no memory for so many rows ({error}); use at least the rows that "
+                "can arrive, and no more than fit"
+            ) from error
 
     channels = communicator.num_channels
     counts = torch.zeros((4, ranks * channels + 1), dtype=torch.int32, device=device)
@@ -255,7 +279,7 @@ def dispatch(
             group=communicator.group_struct(),
             shape=shape,
             is_token_in_rank=pointer(in_rank),
-            num_tokens_per_expert=pointer(num_tokens_per_expert.contiguous()),
+            num_tokens_per_expert=pointer(num_tokens_per_expert),
             num_tokens=x.shape[0],
             send_rows=pointer(send_rows),
             rail_send_rows=pointer(rail_send_rows),
@@ -282,7 +306,9 @@ def dispatch(
         rail_rows=rail_rows,
         receive_source=torch.empty(num_received, dtype=torch.int32, device=device),
     )
-    result = _stream(communicator, handle, shape, x, scales, topk_idx, topk_weights, grid)
+    if outputs is None or num_received > num_worst_tokens:
+        outputs = _outputs(communicator, shape, rows, x, scales, topk_idx)
+    result = _stream(communicator, handle, shape, x, scales, topk_idx, topk_weights, grid, outputs)
     if num_worst_tokens:
         if num_received > num_worst_tokens:
             raise ArgumentError(
@@ -308,13 +334,35 @@ def dispatch_cached(
     grid = _grid(communicator, _roles(communicator))
     scratch = torch.empty(handle.num_received, dtype=torch.int32, device=x.device)
     own = dataclasses.replace(handle, receive_source=scratch)
-    result = _stream(communicator, own, shape, x, scales, None, None, grid)
+    outputs = _outputs(communicator, shape, handle.num_rows, x, scales, None)
+    result = _stream(communicator, own, shape, x, scales, None, None, grid, outputs)
     return dataclasses.replace(result, handle=handle)
 
 
 def _roles(communicator: Communicator) -> int:
     """Roles of a channel (dispatch_roles of core/kernels/dispatch.hpp)."""
     return communicator.num_ranks - 1 + communicator.ranks_per_domain - 1 + 2 * (communicator.num_domains - 1) + 1
+
+
+_Outputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+def _outputs(
+    communicator: Communicator,
+    shape: DispatchShape,
+    rows: int,
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    topk_idx: torch.Tensor | None,
+) -> _Outputs:
+    """Memory for received x, scales, indices and weights."""
+    empty = communicator.backend.empty
+    receive_x = empty((rows, x.shape[1]), x.dtype)
+    receive_scales = None if scales is None else empty((rows, scales.shape[1]), scales.dtype)
+    if topk_idx is None:
+        return receive_x, receive_scales, None, None
+    receive_idx = empty((rows, shape.num_topk), topk_idx.dtype)
+    return receive_x, receive_scales, receive_idx, empty((rows, shape.num_topk), torch.float32)
 
 
 def _stream(
@@ -326,15 +374,9 @@ def _stream(
     topk_idx: torch.Tensor | None,
     topk_weights: torch.Tensor | None,
     grid: dict[str, int],
+    outputs: _Outputs,
 ) -> Dispatched:
-    rows = handle.num_rows
-    empty = communicator.backend.empty
-    receive_x = empty((rows, x.shape[1]), x.dtype)
-    receive_scales = None if scales is None else empty((rows, scales.shape[1]), scales.dtype)
-    receive_idx = receive_weights = None
-    if topk_idx is not None:
-        receive_idx = empty((rows, shape.num_topk), topk_idx.dtype)
-        receive_weights = empty((rows, shape.num_topk), torch.float32)
+    receive_x, receive_scales, receive_idx, receive_weights = outputs
     communicator.launch(
         "uccl_ep_dispatch",
         DispatchParameters(
@@ -405,7 +447,8 @@ def combine(
     check_rows("x", x, handle.num_rows, "the handle's dispatch")
     num_topk = 0
     if topk_weights is not None:
-        topk_weights = check_topk_weights(topk_weights, (handle.num_rows, topk_weights.shape[-1]), device)
+        num_columns = check_tensor("topk_weights", topk_weights).shape[-1:].numel()
+        topk_weights = check_topk_weights(topk_weights, (handle.num_rows, num_columns), device)
         num_topk = topk_weights.shape[1]
     biases = []
     for term in bias:

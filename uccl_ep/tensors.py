@@ -21,17 +21,41 @@ def names(dtypes: object) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)  # type: ignore[attr-defined]
 
 
-def check_matrix(name: str, tensor: torch.Tensor, device: torch.device, columns: int | None = None) -> torch.Tensor:
-    """A 2-D tensor on the right device, made contiguous (a copy, where it was not)."""
+def check_tensor(name: str, tensor: object) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    return tensor
+
+
+def check_matrix(name: str, tensor: torch.Tensor, device: torch.device, columns: int | None = None) -> torch.Tensor:
+    """A 2-D tensor on the right device, made contiguous (a copy, where it was not)."""
+    check_tensor(name, tensor)
     if tensor.dim() != 2:
         raise ArgumentError(f"{name} must have 2 dimensions, not shape {tuple(tensor.shape)}")
     if tensor.device.type != device.type:
         raise ArgumentError(f"{name} is on {tensor.device}: this buffer works on {device}")
     if columns is not None and tensor.shape[1] != columns:
         raise ArgumentError(f"{name} has {tensor.shape[1]} columns, {columns} were expected")
-    return tensor.contiguous()
+    return plain(tensor)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its elements in memory as they read: contiguous, and no view that only stands for a negation."""
+    return tensor.resolve_neg().contiguous()
+
+
+def check_vector(
+    name: str, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype, length: int | None = None
+) -> torch.Tensor:
+    """A 1-D tensor of a dtype on the right device, made contiguous."""
+    check_tensor(name, tensor)
+    if tensor.dtype != dtype:
+        raise ArgumentError(f"{name} is {tensor.dtype}: use {names([dtype])}")
+    if tensor.dim() != 1 or (length is not None and tensor.shape[0] != length):
+        raise ArgumentError(f"{name} has shape {tuple(tensor.shape)}: ({'n' if length is None else length},) is needed")
+    if tensor.device.type != device.type:
+        raise ArgumentError(f"{name} is on {tensor.device}: this buffer works on {device}")
+    return plain(tensor)
 
 
 def check_rows(name: str, tensor: torch.Tensor, rows: int, what: str) -> None:
@@ -51,6 +75,23 @@ def check_topk_idx(topk_idx: torch.Tensor, device: torch.device, num_experts: in
     return topk_idx
 
 
+def check_no_duplicates(topk_idx: torch.Tensor) -> None:
+    """No token names an expert twice: an expert's rows would not fit the layout, which has one for each token.
+
+    Only on the CPU: on a GPU the look would cost a host wait.
+    """
+    if topk_idx.device.type != "cpu" or topk_idx.numel() == 0:
+        return
+    ordered = topk_idx.sort(dim=1).values
+    twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).nonzero()
+    if len(twice):
+        token, k = (int(value) for value in twice[0])
+        raise ArgumentError(
+            f"topk_idx names expert {int(ordered[token, k])} more than once for token {token}: low-latency dispatch takes "
+            "each expert at most once a token; put -1 in place of the others"
+        )
+
+
 def check_topk_weights(
     weights: torch.Tensor, shape: torch.Size | tuple[int, ...], device: torch.device
 ) -> torch.Tensor:
@@ -63,6 +104,8 @@ def check_topk_weights(
 
 
 def check_experts(num_experts: int, num_ranks: int) -> None:
+    if not isinstance(num_experts, int):
+        raise ArgumentError(f"num_experts = {num_experts!r}: must be an int, not {type(num_experts).__name__}")
     if num_experts <= 0 or num_experts % num_ranks:
         lower, upper = num_experts // num_ranks * num_ranks, (num_experts // num_ranks + 1) * num_ranks
         would = f"{lower} or {upper}" if lower else f"{upper}"
