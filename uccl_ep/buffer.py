@@ -254,6 +254,8 @@ class Buffer:
             the second to fourth are None.
         """
         self._wait(previous_event)
+        if isinstance(x, tuple) and len(x) != 2:
+            raise ArgumentError(f"x is a tuple of {len(x)}: give one tensor, or (x, scales)")
         payload, scales = x if isinstance(x, tuple) else (x, None)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
@@ -381,6 +383,7 @@ class Buffer:
             quantization,
             cumulative_local_expert_recv_stats,
             dispatch_wait_recv_cost_stats,
+            at_once=not return_recv_hook,
         )
         payload: Payload = received if scales is None else (received, scales)
         if return_recv_hook:
@@ -440,7 +443,9 @@ class Buffer:
             raise ArgumentError(
                 "zero_copy: write the expert outputs into get_next_low_latency_combine_buffer(handle) and pass that"
             )
-        result, hook = self._low_latency.combine(x, topk_idx, topk_weights, handle, out, combine_wait_recv_cost_stats)
+        result, hook = self._low_latency.combine(
+            x, topk_idx, topk_weights, handle, out, combine_wait_recv_cost_stats, at_once=not return_recv_hook
+        )
         if return_recv_hook:
             return result, EventOverlap(), hook
         hook()

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import socket
 import struct
+import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +41,8 @@ logger = logging.getLogger("uccl_ep")
 
 RINGS_PER_PROXY = 4
 AUTOMATIC_CHANNELS = 128  # at most; a channel keeps one multiprocessor busy
+END_CALLS_S = 10.0  # kernels look at the abort word every few microseconds
+CLOSED = 7  # Reason::kClosed of layout.hpp
 COUNTER_KINDS = 11  # Counter::kCount of core/kernels/counters.hpp
 
 
@@ -60,8 +65,43 @@ class _Resources:
         self.monitor: Any = None
         self.verdicts: Any = None
         self.backend: GpuBackend | None = None
+        self.rank = 0
+        self.closed = False
+        self.process = os.getpid()
+        self._users: dict[int, int] = {}  # calls in progress by thread
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """While a call needs the windows: `close`, in another thread, waits for its end."""
+        thread = threading.get_ident()
+        with self._changed:
+            if self.closed:
+                raise BufferClosedError("this buffer was destroyed: create a new one")
+            self._users[thread] = self._users.get(thread, 0) + 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._users[thread] -= 1
+                if not self._users[thread]:
+                    del self._users[thread]
+                self._changed.notify_all()
+
+    def _end_calls(self) -> None:
+        """End the calls of other threads: kernels that run would go on in memory that is gone."""
+        with self._changed:
+            self.closed = True
+            others = set(self._users) - {threading.get_ident()}
+            if others and self.verdicts is not None:
+                self.verdicts.report(self.rank, CLOSED, 0)
+            if not self._changed.wait_for(lambda: not set(self._users) - {threading.get_ident()}, END_CALLS_S):
+                raise EPError(f"a call of another thread did not end within {END_CALLS_S} s: its memory is kept")
 
     def close(self) -> None:
+        if os.getpid() != self.process:
+            return  # a fork holds a copy of the addresses only; threads and peers are its parent's
+        self._end_calls()
         if self.verdicts is not None:
             self.verdicts.close()  # peers that still wait for this rank learn that it left on purpose
             self.verdicts = None
@@ -109,6 +149,7 @@ class Communicator:
         self._operation = 0
         self._calls: dict[str, int] = {}
         resources = self._resources = _Resources()
+        resources.rank = self.rank
         self._finalizer = weakref.finalize(self, resources.close)
         try:
             self._set_up(torch_device, low_latency_bytes, overrides)
@@ -347,10 +388,11 @@ class Communicator:
     ) -> None:
         """Run a kernel and raise what went wrong in it."""
         self._calls[kernel] = self._calls.get(kernel, 0) + 1
-        self.backend.launch(
-            kernel, bytes(parameters), num_blocks=num_blocks, warps_per_block=warps, shared_bytes=shared_bytes
-        )
-        self.check()
+        with self._resources.used():
+            self.backend.launch(
+                kernel, bytes(parameters), num_blocks=num_blocks, warps_per_block=warps, shared_bytes=shared_bytes
+            )
+            self.check()
 
     def ensure_usable(self) -> None:
         """Raise when the buffer was destroyed, or an earlier failure closed it."""
@@ -358,7 +400,13 @@ class Communicator:
             raise BufferClosedError(f"this buffer was closed by an earlier failure: {self._failure}") from self._failure
         if self._closed:
             raise BufferClosedError("this buffer was destroyed: create a new one")
-        self.check()
+        if os.getpid() != self._resources.process:
+            raise BufferClosedError(
+                f"this buffer belongs to process {self._resources.process}, and this is a fork of it: create a Buffer in "
+                "the process that uses it"
+            )
+        with self._resources.used():
+            self.check()
 
     def check(self) -> None:
         """Raise the failure of this group, if there is one; it is the same on all surviving ranks.

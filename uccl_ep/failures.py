@@ -71,6 +71,12 @@ def _mismatch(detail: tuple[int, ...]) -> str:
     if len(detail) != 4 or not any(detail):
         return "it is in another operation, or passed another shape, than the rank that noticed"
     operation, kind, found, expected = detail
+    if kind >> 32 == 0xFFFFFFFF:  # of the same call, in another format: stream.hpp
+        return (
+            f"its rows have {found_low(operation)} bytes, scale bytes (combine: dtype) {operation >> 32} and top-k "
+            f"{found_low(kind)}; this rank has {found_low(found)}, {found >> 32} and {expected}: ranks must pass the same "
+            "dtype, scales and top-k weights"
+        )
     if kind in OPERATIONS:
         return (
             f"its message is of operation {operation} ({OPERATIONS[kind]}) with rows of {found} bytes; rows of "

@@ -24,11 +24,14 @@ from .tensors import (
     REDUCIBLE,
     check_experts,
     check_matrix,
+    check_no_duplicates,
     check_reducible,
     check_rows,
+    check_tensor,
     check_topk_idx,
     check_topk_weights,
     names,
+    plain,
     pointer,
     round_up,
 )
@@ -36,6 +39,7 @@ from .tensors import (
 SCALE_GROUP = 128  # elements that share a scale
 WARPS_PER_BLOCK = 8
 MOST_BLOCKS = 48  # more cost more in grid barriers than they bring (docs/performance.md)
+MOST_TOKENS = (1 << 16) - 1  # sum_below of core/kernels/ll_dispatch.hpp adds 16-bit counts
 LIVE_RESULTS = 2  # results that are valid at the same time: one a parity
 QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -68,6 +72,7 @@ class _HandleState:
     num_tokens: int
     topk_idx: torch.Tensor
     combine_row: torch.Tensor
+    own_row: torch.Tensor
     source_index: torch.Tensor
     begin: torch.Tensor
     count: torch.Tensor
@@ -110,6 +115,7 @@ class LowLatency:
         self._pending.append((kind, number, receive))
 
         def hook() -> None:
+            self._communicator.ensure_usable()  # also when called again: a receive that failed has brought nothing
             while any(entry[:2] == (kind, number) for entry in self._pending):
                 self._communicator.ensure_usable()
                 self._pending.popleft()[2]()
@@ -135,6 +141,7 @@ class LowLatency:
         quantization: Quantization,
         statistics: torch.Tensor | None = None,
         wait_cost: torch.Tensor | None = None,
+        at_once: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, LowLatencyHandle, Callable[[], None]]:
         """Send half of a dispatch. Collective.
 
@@ -145,6 +152,7 @@ class LowLatency:
             quantization: how rows are cast before they travel.
             statistics: int32 [local experts], raised by the received counts.
             wait_cost: int64 [num_ranks], raised by the time waited for each rank (ns on the host).
+            at_once: the hook is called before the caller can change x: own rows are then not copied twice.
 
         Returns:
             (received x [L, num_ranks * max_tokens, hidden], scales or None, count int32 [L], handle, hook);
@@ -170,6 +178,12 @@ class LowLatency:
             raise ArgumentError(
                 f"{num_tokens} tokens exceed num_max_dispatch_tokens_per_rank = {max_tokens}: use at least {num_tokens}"
             )
+        if max_tokens > MOST_TOKENS:
+            raise ArgumentError(
+                f"num_max_dispatch_tokens_per_rank = {max_tokens}: low-latency dispatch takes at most {MOST_TOKENS}; use "
+                "dispatch(), which has no limit"
+            )
+        check_no_duplicates(topk_idx)
         if quantization != Quantization.NONE and x.dtype not in QUANTIZABLE:
             raise ArgumentError(f"x is {x.dtype}: use_fp8 casts from {names(QUANTIZABLE)}; or pass use_fp8=False")
         groups = -(-hidden // SCALE_GROUP)
@@ -214,6 +228,7 @@ class LowLatency:
             num_tokens=num_tokens,
             topk_idx=topk_idx.clone(),
             combine_row=empty((num_tokens, num_topk), torch.int32),
+            own_row=empty((num_tokens, num_topk), torch.int32),
             source_index=results.get("source", (local_experts, rows), torch.int32, communicator),
             begin=torch.zeros((local_experts, ranks), dtype=torch.int32, device=device),
             count=torch.zeros((local_experts, ranks), dtype=torch.int32, device=device),
@@ -229,12 +244,14 @@ class LowLatency:
             num_tokens=num_tokens,
             index_bytes=topk_idx.element_size(),
             combine_row=pointer(state.combine_row),
+            own_row=pointer(state.own_row),
             place_in_expert=place.data_ptr(),
             row_in_rank=in_rank.data_ptr(),
             rank_rows=rank_rows.data_ptr(),
             expert_rows=expert_rows.data_ptr(),
             expert_begin=expert_begin.data_ptr(),
             masked=pointer(self.mask),
+            own_in_place=int(at_once and not quantization),
             receive_x=pointer(receive_x),
             receive_scales=pointer(receive_scales),
             source_index=pointer(state.source_index),
@@ -271,6 +288,7 @@ class LowLatency:
     def _check_statistics(self, name: str, tensor: torch.Tensor | None, dtype: torch.dtype, length: int) -> None:
         if tensor is None:
             return
+        check_tensor(name, tensor)
         if tensor.dtype != dtype or tuple(tensor.shape) != (length,) or not tensor.is_contiguous():
             raise ArgumentError(
                 f"{name} is {tensor.dtype} {tuple(tensor.shape)}: a contiguous {dtype} tensor of shape ({length},) "
@@ -313,6 +331,7 @@ class LowLatency:
         handle: object,
         out: torch.Tensor | None = None,
         wait_cost: torch.Tensor | None = None,
+        at_once: bool = False,
     ) -> tuple[torch.Tensor, Callable[[], None]]:
         """Send half of a combine. Collective.
 
@@ -324,6 +343,7 @@ class LowLatency:
             topk_idx: this rank's own indices, as given to dispatch.
             topk_weights: float32 [num_tokens, topk].
             out: [num_tokens, hidden] of x's dtype to write into, or None.
+            at_once: the hook is called before the caller can change x: own rows are then summed from it.
 
         Returns:
             (out, hook); out holds the sums after ``hook()``.
@@ -333,12 +353,13 @@ class LowLatency:
         state = self.check_handle(handle)
         device, ranks, shape = communicator.backend.torch_device, communicator.num_ranks, state.shape
         expected = (shape.num_experts // ranks, ranks * shape.max_tokens, shape.hidden)
+        check_tensor("x", x)
         if tuple(x.shape) != expected:
             raise ArgumentError(f"x has shape {tuple(x.shape)}: {expected} is needed, as dispatch delivered")
         if x.device.type != device.type:
             raise ArgumentError(f"x is on {x.device}: this buffer works on {device}")
         payload_type: PayloadType = check_reducible("x", x)
-        x = x.contiguous()
+        x = plain(x)
         topk_idx = check_topk_idx(topk_idx, device, shape.num_experts)
         if tuple(topk_idx.shape) != (state.num_tokens, shape.num_topk):
             raise ArgumentError(
@@ -352,7 +373,11 @@ class LowLatency:
         topk_weights = check_topk_weights(topk_weights, topk_idx.shape, device)
         if out is None:
             out = communicator.backend.empty((state.num_tokens, shape.hidden), x.dtype)
-        elif tuple(out.shape) != (state.num_tokens, shape.hidden) or out.dtype != x.dtype or not out.is_contiguous():
+        elif (
+            tuple(check_tensor("out", out).shape) != (state.num_tokens, shape.hidden)
+            or out.dtype != x.dtype
+            or not out.is_contiguous()
+        ):
             raise ArgumentError(
                 f"out is {out.dtype} {tuple(out.shape)}: a contiguous {x.dtype} tensor of shape "
                 f"{(state.num_tokens, shape.hidden)} is needed"
@@ -386,9 +411,11 @@ class LowLatency:
             topk_idx=pointer(state.topk_idx),
             topk_weights=pointer(topk_weights),
             combine_row=pointer(state.combine_row),
+            own_row=pointer(state.own_row),
             num_tokens=state.num_tokens,
             index_bytes=state.topk_idx.element_size(),
             masked=pointer(self.mask),
+            own_in_place=int(at_once),
             out=pointer(out),
             wait_cost=pointer(wait_cost),
         )

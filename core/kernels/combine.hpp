@@ -26,6 +26,8 @@ struct CombineRows {
     }
 };
 
+UCCL_EP_DEVICE RowFormat row_format(const CombineParameters &p) { return {p.row_bytes, p.payload_type, p.num_topk}; }
+
 // Role: send this channel's rows of `source` home.
 UCCL_EP_DEVICE bool combine_send(const CombineParameters &p, uint32_t source, uint32_t channel) {
     const Group &group = p.group;
@@ -41,7 +43,7 @@ UCCL_EP_DEVICE bool combine_send(const CombineParameters &p, uint32_t source, ui
         ok = slot != nullptr;
         if (!ok) break;
         const CombineRows at = CombineRows::of(p, rows);
-        write_message_header(group, slot, OperationKind::kCombine, rows, p.row_bytes, group.rank);
+        write_message_header(group, slot, OperationKind::kCombine, rows, row_format(p), group.rank);
         device::copy(slot + at.payload, p.x + (first + sent) * p.row_bytes, uint64_t{rows} * p.row_bytes);
         if (p.num_topk != 0) {
             device::copy(slot + at.topk_weights, p.topk_weights + (first + sent) * p.num_topk,
@@ -81,7 +83,7 @@ UCCL_EP_DEVICE bool combine_reduce(const CombineParameters &p, uint32_t channel,
         for (uint32_t rank = 0; rank < ranks; ++rank) {
             if (in_rank[rank] == 0 || rank == group.rank || incoming[rank].payload != nullptr) continue;
             StreamReceiver receiver(group, direct_from(group, rank, channel), Phase::kCombine);
-            const uint8_t *slot = receiver.acquire(OperationKind::kCombine, p.row_bytes);
+            const uint8_t *slot = receiver.acquire(OperationKind::kCombine, row_format(p));
             if (slot == nullptr) return false;
             if (device::lane() == 0) {
                 const uint32_t rows = reinterpret_cast<const MessageHeader *>(slot)->rows;

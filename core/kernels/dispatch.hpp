@@ -13,11 +13,16 @@
 namespace uccl_ep {
 
 UCCL_EP_DEVICE void write_message_header(const Group &group, uint8_t *slot, OperationKind kind, uint32_t rows,
-                                         uint32_t row_bytes, uint32_t source) {
+                                         const RowFormat &format, uint32_t source) {
     if (device::lane() == 0) {
         *reinterpret_cast<MessageHeader *>(slot) =
-            MessageHeader{group.operation, static_cast<uint32_t>(kind), rows, row_bytes, source, {}};
+            MessageHeader{group.operation, static_cast<uint32_t>(kind),     rows, format.row_bytes,
+                          source,          {format.format, format.num_topk}};
     }
+}
+
+UCCL_EP_DEVICE RowFormat row_format(const DispatchShape &shape) {
+    return {shape.row_bytes, shape.scale_bytes, shape.num_topk};
 }
 
 // Fill row `row` of a message with a token. Called by the whole warp.
@@ -69,7 +74,7 @@ UCCL_EP_DEVICE bool dispatch_send(const DispatchParameters &p, const StreamPlace
                 slot = sender.acquire();
                 if (slot == nullptr) return false;
                 at = DispatchRows::of(p.shape, rows, on_rail);
-                write_message_header(group, slot, OperationKind::kDispatch, rows, p.shape.row_bytes, group.rank);
+                write_message_header(group, slot, OperationKind::kDispatch, rows, row_format(p.shape), group.rank);
             }
             write_row(p, slot, at, filled, token);
             if (on_rail) write_mask(p, slot, at, filled, token, first_rank);
@@ -117,10 +122,15 @@ UCCL_EP_DEVICE bool dispatch_receive(const DispatchParameters &p, const StreamPl
     StreamReceiver receiver(p.group, place, Phase::kDispatch);
     bool ok = true;
     for (uint32_t taken = 0; taken < total && ok;) {
-        const uint8_t *slot = receiver.acquire(OperationKind::kDispatch, p.shape.row_bytes);
+        const uint8_t *slot = receiver.acquire(OperationKind::kDispatch, row_format(p.shape));
         ok = slot != nullptr;
         if (!ok) break;
         const uint32_t rows = reinterpret_cast<const MessageHeader *>(slot)->rows;
+        if (rows > total - taken) {  // of another handle than this rank's: they would not fit the output
+            receiver.refuse_rows(source, rows, total - taken, OperationKind::kDispatch);
+            ok = false;
+            break;
+        }
         take_rows(p, slot, rows, first + taken, false);
         taken += rows;
         ok = receiver.release();
@@ -168,7 +178,7 @@ UCCL_EP_DEVICE bool dispatch_forward(const DispatchParameters &p, uint32_t sourc
     StreamReceiver receiver(group, rail_from(group, source_domain, channel), Phase::kForward);
     bool ok = true;
     for (uint32_t taken = 0; taken < total && ok;) {
-        const uint8_t *slot = receiver.acquire(OperationKind::kDispatch, shape.row_bytes);
+        const uint8_t *slot = receiver.acquire(OperationKind::kDispatch, row_format(shape));
         ok = slot != nullptr;
         if (!ok) break;
         const uint32_t rows = reinterpret_cast<const MessageHeader *>(slot)->rows;
@@ -189,7 +199,7 @@ UCCL_EP_DEVICE bool dispatch_forward(const DispatchParameters &p, uint32_t sourc
             ok = out != nullptr;
             if (ok) {
                 const DispatchRows at = DispatchRows::of(shape, count, false);
-                write_message_header(group, out, OperationKind::kDispatch, count, shape.row_bytes, source);
+                write_message_header(group, out, OperationKind::kDispatch, count, row_format(shape), source);
                 uint32_t filled = 0;
                 for (uint32_t row = 0; row < rows; ++row) {
                     if (!goes(row, place)) continue;

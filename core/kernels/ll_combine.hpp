@@ -50,7 +50,7 @@ UCCL_EP_KERNEL(uccl_ep_ll_combine_send, LowLatencyCombineParameters) {
         const uint32_t pair = item / sharers, share = item % sharers;
         const uint32_t destination = pair % ranks;
         const uint32_t rows = static_cast<uint32_t>(p.count[pair]);
-        if (rows == 0) continue;
+        if (rows == 0 || (destination == group.rank && p.own_in_place != 0)) continue;
         const uint64_t first = pair / ranks * rows_per_expert + static_cast<uint32_t>(p.begin[pair]);
         uint8_t *to = group.is_local(destination)
                           ? group.peer_data[destination] + layout.ll_combine_inbox(parity) +
@@ -102,6 +102,7 @@ UCCL_EP_KERNEL(uccl_ep_ll_combine_receive, LowLatencyCombineParameters) {
     const uint8_t *inbox = group.data + layout.ll_combine_inbox(parity);
     for (uint32_t token = warp; token < p.num_tokens; token += warps) {
         const int32_t *rows = p.combine_row + uint64_t{token} * shape.num_topk;
+        const int32_t *own_rows = p.own_row + uint64_t{token} * shape.num_topk;
         const float *weights = p.topk_weights + uint64_t{token} * shape.num_topk;
         uint32_t num_terms = 0;
         for (uint32_t k = 0; k < shape.num_topk; ++k) num_terms += rows[k] >= 0;
@@ -111,6 +112,9 @@ UCCL_EP_KERNEL(uccl_ep_ll_combine_receive, LowLatencyCombineParameters) {
             [&](uint32_t j) -> const uint8_t * {
                 k = j == 0 ? 0 : k + 1;
                 while (rows[k] < 0) ++k;
+                if (p.own_in_place != 0 && own_rows[k] >= 0) {
+                    return p.x + static_cast<uint64_t>(own_rows[k]) * shape.row_bytes;
+                }
                 return inbox + static_cast<uint64_t>(rows[k]) * shape.row_bytes;
             },
             [&](uint32_t) { return weights[k]; });

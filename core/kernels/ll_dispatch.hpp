@@ -117,6 +117,7 @@ UCCL_EP_DEVICE void ll_place_rows(const LowLatencyDispatchParameters &p) {
     for (uint32_t i = device::lane(); i < entries; i += device::kWarpSize) {
         const int32_t place = p.place_in_expert[i];
         p.combine_row[i] = place < 0 ? -1 : expert_rows[load_index(p.topk_idx, p.index_bytes, i)] + place;
+        p.own_row[i] = -1;
     }
 }
 
@@ -154,8 +155,10 @@ UCCL_EP_DEVICE void ll_write_token(const LowLatencyDispatchParameters &p, uint32
         }
         uint8_t *message = ll_message(group, rank, parity);
         const LowLatencyRows at = LowLatencyRows::of(shape, ranks, static_cast<uint32_t>(p.rank_rows[rank]));
-        device::copy(message + at.payload + uint64_t{static_cast<uint32_t>(row)} * shape.row_bytes, payload,
-                     shape.row_bytes);
+        if (rank != group.rank || p.own_in_place == 0) {
+            device::copy(message + at.payload + uint64_t{static_cast<uint32_t>(row)} * shape.row_bytes, payload,
+                         shape.row_bytes);
+        }
         if (shape.scale_bytes != 0) {
             device::copy(message + at.scales + uint64_t{static_cast<uint32_t>(row)} * shape.scale_bytes, scales,
                          shape.scale_bytes);
@@ -364,15 +367,23 @@ UCCL_EP_KERNEL(uccl_ep_ll_dispatch_receive, LowLatencyDispatchParameters) {
             const auto *scales =
                 reinterpret_cast<const uint32_t *>(message + at.scales + uint64_t{row} * shape.scale_bytes);
             const int32_t token = reinterpret_cast<const int32_t *>(message + at.source)[row];
+            const uint8_t *payload = source == group.rank && p.own_in_place != 0
+                                         ? p.x + uint64_t{static_cast<uint32_t>(token)} * shape.row_bytes
+                                         : message + at.payload + uint64_t{row} * shape.row_bytes;
             for (uint32_t k = 0; k < shape.num_topk; ++k) {
                 const int32_t e = experts[k];
                 if (e < 0) continue;
                 const uint64_t to =
                     static_cast<uint64_t>(p.begin[static_cast<uint32_t>(e) * ranks + source] + places[k]);
                 const uint64_t out = static_cast<uint64_t>(e) * rows_per_expert + to;
-                device::copy(p.receive_x + out * shape.row_bytes,
-                             message + at.payload + uint64_t{row} * shape.row_bytes, shape.row_bytes);
-                if (device::lane() == 0) p.source_index[out] = token;
+                device::copy(p.receive_x + out * shape.row_bytes, payload, shape.row_bytes);
+                if (device::lane() == 0) {
+                    p.source_index[out] = token;
+                    if (source == group.rank) {
+                        p.own_row[uint64_t{static_cast<uint32_t>(token)} * shape.num_topk + k] =
+                            static_cast<int32_t>(out);
+                    }
+                }
                 if (shape.quantization == static_cast<uint32_t>(Quantization::kFloat8Exponent)) {
                     // [L, groups / 4, rows] words of four exponents each
                     auto *bytes = p.receive_scales + static_cast<uint64_t>(e) * align_up(groups, 4) * rows_per_expert;

@@ -161,12 +161,15 @@ struct LowLatencyDispatchParameters {
     uint32_t num_tokens;
     uint32_t index_bytes;
     int32_t *combine_row;     // out [num_tokens, num_topk] row of the combine inbox where it comes home, -1
+    int32_t *own_row;         // out [num_tokens, num_topk] its row of receive_x where that is on this rank, -1
     int32_t *place_in_expert; // scratch [num_tokens, num_topk]
     int32_t *row_in_rank;     // scratch [num_tokens, num_ranks] row of the message to each rank, -1
     int32_t *rank_rows;       // scratch [num_ranks]
     int32_t *expert_rows;     // scratch [num_experts]
     int32_t *expert_begin;    // scratch [num_experts]
     const int32_t *masked;    // [num_ranks] 1: leave this rank out, or null
+    uint32_t own_in_place;    // 1: x stays as it is until the receive half, which takes my own rows from it
+    uint32_t reserved;
     // receive half; L = num_experts / num_ranks, M = max_tokens
     uint8_t *receive_x;       // out [L, num_ranks * M, hidden]
     uint8_t *receive_scales;  // out float32 [L, groups, num_ranks * M], or exponents, or null
@@ -190,10 +193,12 @@ struct LowLatencyCombineParameters {
     // receive half
     const void *topk_idx;        // [num_tokens, num_topk] as given to dispatch
     const float *topk_weights;   // [num_tokens, num_topk]
-    const int32_t *combine_row;  // of the dispatch
+    const int32_t *combine_row, *own_row;  // of the dispatch
     uint32_t num_tokens;
     uint32_t index_bytes;
     const int32_t *masked;
+    uint32_t own_in_place;       // 1: x stays as it is until the receive half, which sums my own rows from it
+    uint32_t reserved;
     uint8_t *out;                // [num_tokens, hidden]
     int64_t *wait_cost;
 };

@@ -20,6 +20,12 @@ struct MessageHeader {
     uint32_t source;      // rank whose tokens these are
     uint32_t words[10];
 };
+
+// What a high-throughput message says of its rows besides their count; both ends must agree, since fields are
+// found by it. Of a dispatch, `format` is the bytes of scales; of a combine, the PayloadType.
+struct RowFormat {
+    uint32_t row_bytes, format, num_topk;
+};
 static_assert(sizeof(MessageHeader) == 64, "payload starts on a cache line");
 
 // Both ends of a stream, in window offsets and signal indices; computed by the functions below.
@@ -206,25 +212,40 @@ class StreamReceiver {
 
     // The next filled slot, its header checked against what this operation expects; null on failure.
     // Called by the whole warp.
-    UCCL_EP_DEVICE const uint8_t *acquire(OperationKind kind, uint32_t row_bytes) {
+    UCCL_EP_DEVICE const uint8_t *acquire(OperationKind kind, const RowFormat &rows) {
         if (!wait_signal_warp(group_, {phase_, place_.peer, place_.data_signal, received_ + 1})) return nullptr;
         const uint8_t *slot =
             group_.data + place_.remote_ring + received_ % group_.layout.num_slots * group_.layout.slot_bytes;
         const auto *header = reinterpret_cast<const MessageHeader *>(slot);
-        if (header->operation != group_.operation || header->kind != static_cast<uint32_t>(kind) ||
-            header->row_bytes != row_bytes) {
+        const bool same_call = header->operation == group_.operation && header->kind == static_cast<uint32_t>(kind);
+        if (!same_call || header->row_bytes != rows.row_bytes || header->words[0] != rows.format ||
+            header->words[1] != rows.num_topk) {
             if (device::lane() == 0) {
                 uint64_t *detail = group_.status->detail;
-                detail[0] = header->operation;
-                detail[1] = header->kind;
-                detail[2] = header->row_bytes;
-                detail[3] = row_bytes;
+                if (same_call) {  // high half of the second word: that the formats differ, see failures.py
+                    detail[0] = (uint64_t{header->words[0]} << 32) | header->row_bytes;
+                    detail[1] = (uint64_t{0xffffffffu} << 32) | header->words[1];
+                    detail[2] = (uint64_t{rows.format} << 32) | rows.row_bytes;
+                    detail[3] = rows.num_topk;
+                } else {
+                    detail[0] = header->operation;
+                    detail[1] = header->kind;
+                    detail[2] = header->row_bytes;
+                    detail[3] = rows.row_bytes;
+                }
                 fail(group_, Reason::kMismatch,
                      {phase_, header->source, place_.data_signal, static_cast<uint64_t>(kind)}, received_ + 1, 0);
             }
             return nullptr;
         }
         return slot;
+    }
+
+    // A message brings more rows than the handle of this rank has room for: the ranks use different handles.
+    UCCL_EP_DEVICE void refuse_rows(uint32_t source, uint32_t rows, uint32_t room, OperationKind kind) {
+        if (device::lane() != 0) return;
+        for (uint32_t i = 0; i < 4; ++i) group_.status->detail[i] = 0;
+        fail(group_, Reason::kMismatch, {phase_, source, place_.data_signal, static_cast<uint64_t>(kind)}, rows, room);
     }
 
     // Give the slot back to the sender. Called by the whole warp.
