@@ -402,8 +402,8 @@ class Communicator:
             raise BufferClosedError("this buffer was destroyed: create a new one")
         if os.getpid() != self._resources.process:
             raise BufferClosedError(
-                f"this buffer belongs to process {self._resources.process}, and this is a fork of it: create a Buffer in "
-                "the process that uses it"
+                f"this buffer belongs to process {self._resources.process}, and this is a fork of it: create a Buffer "
+                "in the process that uses it"
             )
         with self._resources.used():
             self.check()
