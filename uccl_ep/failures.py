@@ -74,8 +74,8 @@ def _mismatch(detail: tuple[int, ...]) -> str:
     if kind >> 32 == 0xFFFFFFFF:  # of the same call, in another format: stream.hpp
         return (
             f"its rows have {found_low(operation)} bytes, scale bytes (combine: dtype) {operation >> 32} and top-k "
-            f"{found_low(kind)}; this rank has {found_low(found)}, {found >> 32} and {expected}: ranks must pass the same "
-            "dtype, scales and top-k weights"
+            f"{found_low(kind)}; this rank has {found_low(found)}, {found >> 32} and {expected}: ranks must pass "
+            "the same dtype, scales and top-k weights"
         )
     if kind in OPERATIONS:
         return (

@@ -22,8 +22,8 @@ from .tensors import (
     check_matrix,
     check_reducible,
     check_rows,
-    check_topk_idx,
     check_tensor,
+    check_topk_idx,
     check_topk_weights,
     check_vector,
     names,
@@ -169,8 +169,9 @@ def _check_notify(communicator: Communicator, num_experts: int) -> None:
     needed = 64 + 16 + 4 * (2 * communicator.num_channels + local_experts)
     if needed > communicator.general.slot_bytes:
         raise ArgumentError(
-            f"the counts of {local_experts} experts a rank do not fit a slot of {communicator.general.slot_bytes} bytes: "
-            f"set slot_bytes (UCCL_EP_SLOT_BYTES) to at least {round_up(needed, 64)}"
+            f"the counts of {local_experts} experts a rank do not fit a slot of "
+            f"{communicator.general.slot_bytes} bytes: set slot_bytes (UCCL_EP_SLOT_BYTES) to at least "
+            f"{round_up(needed, 64)}"
         )
 
 
@@ -258,8 +259,8 @@ def dispatch(
             outputs = _outputs(communicator, shape, num_worst_tokens, x, scales, topk_idx)
         except (MemoryError, RuntimeError, OSError, OverflowError, ValueError) as error:
             raise ArgumentError(
-                f"num_worst_tokens = {num_worst_tokens}: no memory for so many rows ({error}); use at least the rows that "
-                "can arrive, and no more than fit"
+                f"num_worst_tokens = {num_worst_tokens}: no memory for so many rows ({error}); use at least the rows "
+                "that can arrive, and no more than fit"
             ) from error
 
     channels = communicator.num_channels

@@ -180,8 +180,8 @@ class LowLatency:
             )
         if max_tokens > MOST_TOKENS:
             raise ArgumentError(
-                f"num_max_dispatch_tokens_per_rank = {max_tokens}: low-latency dispatch takes at most {MOST_TOKENS}; use "
-                "dispatch(), which has no limit"
+                f"num_max_dispatch_tokens_per_rank = {max_tokens}: low-latency dispatch takes at most {MOST_TOKENS}; "
+                "use dispatch(), which has no limit"
             )
         check_no_duplicates(topk_idx)
         if quantization != Quantization.NONE and x.dtype not in QUANTIZABLE:

@@ -87,8 +87,8 @@ def check_no_duplicates(topk_idx: torch.Tensor) -> None:
     if len(twice):
         token, k = (int(value) for value in twice[0])
         raise ArgumentError(
-            f"topk_idx names expert {int(ordered[token, k])} more than once for token {token}: low-latency dispatch takes "
-            "each expert at most once a token; put -1 in place of the others"
+            f"topk_idx names expert {int(ordered[token, k])} more than once for token {token}: low-latency dispatch "
+            "takes each expert at most once a token; put -1 in place of the others"
         )
 
 
