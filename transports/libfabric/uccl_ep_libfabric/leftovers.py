@@ -1,8 +1,9 @@
 """Files that a killed process leaves in shared memory, and who removes them.
 
-The shm provider names its files after the process. A process that is killed cannot remove them, so the
-survivors do, who know the names from the exchange of addresses; where nobody survives, the next run does,
-from a record that each process keeps while it lives. A file is removed only when the process that made it
+The shm provider names its files after the process. Once all ranks are connected the names are removed, the
+memory stays. A process that is killed before cannot do that, so the survivors do, who know the names from the
+exchange of addresses; where nobody survives, the next run does, from a record that each process keeps until
+it is connected. A file is removed only when the process that made it
 is certainly gone: same machine, same PID namespace, and no process with that number and start time.
 """
 

@@ -226,6 +226,8 @@ class LibfabricTransport(Transport):
             check_peer(parsed[rank], peer, parsed[peer])
             self._add_peer(peer, parsed[peer], lanes)
         self._shake_hands(parsed, timeout_s)
+        # Who greeted this rank has its memory mapped: names are of no more use, and would outlive a kill.
+        self._remove_names()
         # From here on every connection stands, so one that refuses writes is one that broke.
         if self._capabilities.peer_failure == "error_completion":
             module.lib.fab_set_patience(self._context, int(self._options["reconnect_s"] * 1e9))
@@ -308,9 +310,13 @@ class LibfabricTransport(Transport):
         for process, names in self._peer_files:
             leftovers.remove(process, names, self._here)
         self._peer_files = []
-        for name in self._files:  # of a rail that was given up, and so never closed
+        self._remove_names()
+
+    def _remove_names(self) -> None:
+        for name in self._files:
             with contextlib.suppress(OSError):
                 (leftovers.SHARED_MEMORY / name).unlink()
+        self._files = []
         if self._record is not None:
             self._record.unlink(missing_ok=True)
             self._record = None
