@@ -158,16 +158,21 @@ def plot(path: Path, results: dict[str, list[dict[str, Any]]]) -> None:
 
     figure, axes = plt.subplots(1, len(CASES), figsize=(11, 4.2), layout="constrained")
     for ax, case in zip(axes, CASES, strict=True):
-        gloo = statistics.mean(r[0]["times"][case.mode]["gloo"] for r in results.values())
-        memcpy = statistics.mean(r[0]["times"][case.mode]["memcpy"] for r in results.values())
-        labels = ["gloo\nall_to_all", *(f"uccl_ep\n{title}" for title in results), "memcpy of the\nsame bytes"]
-        values = [gloo, *(r[0]["times"][case.mode]["uccl_ep"] for r in results.values()), memcpy]
-        colors = ["#b8b8b8", *["#1f6f8b"] * len(results), "#e3e3e3"]
+        labels, values, colors, texts = [], [], [], []
+        for title, result in results.items():  # each against the gloo of its own run
+            times = result[0]["times"][case.mode]
+            for name, label, color in (("gloo", "gloo", "#b8b8b8"), ("uccl_ep", "uccl_ep", "#1f6f8b")):
+                labels.append(f"{label}\n{title}")
+                values.append(times[name])
+                colors.append(color)
+                texts.append(
+                    f"{times[name]:.1f} ms" + (f"\n{times['gloo'] / times[name]:.1f}x" if name == "uccl_ep" else "")
+                )
+        labels.append("memcpy of the\nsame bytes")
+        values.append(statistics.mean(r[0]["times"][case.mode]["memcpy"] for r in results.values()))
+        colors.append("#e3e3e3")
+        texts.append(f"{values[-1]:.1f} ms")
         bars = ax.bar(labels, values, color=colors, width=0.66)
-        texts = [
-            f"{v:.1f} ms" + (f"\n{gloo / v:.1f}x" if c == "#1f6f8b" else "")
-            for v, c in zip(values, colors, strict=True)
-        ]
         ax.bar_label(bars, texts, padding=3, fontsize=10)
         ax.set_title(
             f"{case.mode}: {case.tokens} tokens of {case.hidden} bf16,\ntop-{case.topk} of {case.experts} experts",
