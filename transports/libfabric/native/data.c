@@ -3,23 +3,7 @@
 
 #include "fabric.h"
 
-/* ---- the pool of operations ---- */
-
-fab_operation *fab_take(fab_lane *lane) {
-    if (lane->free_head == FAB_NONE) {
-        return NULL;
-    }
-    fab_operation *operation = &lane->operations[lane->free_head];
-    lane->free_head = operation->next;
-    return operation;
-}
-
-void fab_give(fab_lane *lane, fab_operation *operation) {
-    operation->kind = FAB_FREE;
-    operation->posted = 0;
-    operation->next = lane->free_head;
-    lane->free_head = operation->index;
-}
+/* ---- completions made here, and writes that wait ---- */
 
 /* There is always room: every accepted write counts in in_flight until it is polled. */
 static void fab_report(fab_lane *lane, uint64_t token, uint32_t peer, int32_t status) {

@@ -198,6 +198,23 @@ static inline uint64_t fab_remote_address(const fab_rail *rail, const fab_remote
     return rail->virtual_address ? remote->base[region] + offset : offset;
 }
 
+/* The pool of operations. In the header because two files call it for every write. */
+static inline fab_operation *fab_take(fab_lane *lane) {
+    if (lane->free_head == FAB_NONE) {
+        return NULL;
+    }
+    fab_operation *operation = &lane->operations[lane->free_head];
+    lane->free_head = operation->next;
+    return operation;
+}
+
+static inline void fab_give(fab_lane *lane, fab_operation *operation) {
+    operation->kind = FAB_FREE;
+    operation->posted = 0;
+    operation->next = lane->free_head;
+    lane->free_head = operation->index;
+}
+
 uint64_t fab_now_ns(void);
 
 /* library.c. Some libraries that libfabric pulls in (PSM) or providers (shm) take over the signal handlers
@@ -228,8 +245,6 @@ void fab_rail_revoke(fab_rail *rail);
 int fab_post_receive(fab_lane *lane, fab_rail *rail, uint32_t index);
 
 /* data.c */
-fab_operation *fab_take(fab_lane *lane);
-void fab_give(fab_lane *lane, fab_operation *operation);
 void fab_wait_to_post(fab_lane *lane, fab_operation *operation);
 void fab_post_waiting(fab_lane *lane);
 uint32_t fab_choose_rail(const fab_lane *lane, uint32_t peer);
