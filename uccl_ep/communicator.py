@@ -22,7 +22,6 @@ import torch
 from uccl_ep_core import _native, ordering
 from uccl_ep_core.config import Configuration
 from uccl_ep_core.errors import (
-    ArgumentError,
     BufferClosedError,
     CapabilityError,
     ConfigurationError,
@@ -472,10 +471,6 @@ class Communicator:
             result["transport"] = {"name": None, "reason": "all ranks are in one scale-up domain"}
             result["plan"] = {"name": None, "reason": "kernels store into peers' memory and release their own signals"}
         return result
-
-    def require(self, condition: bool, message: str) -> None:
-        if not condition:
-            raise ArgumentError(message)
 
     def close(self) -> None:
         """Release everything; not collective, may be called twice."""
