@@ -15,12 +15,16 @@ from pathlib import Path
 PLUGINS = {
     "uccl_ep.gpu_backends": {"host", "cuda", "hip"},
     "uccl_ep.transports": {"shm", "sim", "libfabric", "ibverbs"},
+    "vllm.general_plugins": {"uccl_ep"},
+    "sglang.srt.plugins": {"uccl_ep"},
 }
 DATA = [
     "uccl_ep_core/plugins.toml",
     "uccl_ep_core/include/uccl_ep/transport.h",
     "uccl_ep_core/include/uccl_ep/command.hpp",
     "uccl_ep_core/kernels/parameters.hpp",
+    "uccl_ep/compat/import_path/deep_ep/__init__.py",
+    "uccl_ep/compat/import_path/deep_ep/utils.py",
 ]
 SYSTEM_LIBRARIES = ("libc.", "libm.", "libdl.", "libpthread.", "librt.", "libgcc_s.", "libstdc++.", "ld-linux")
 

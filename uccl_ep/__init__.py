@@ -23,6 +23,7 @@ from uccl_ep_core.errors import (
 
 if TYPE_CHECKING:
     from .buffer import Buffer
+    from .compat import install_as_deep_ep
     from .events import EventHandle, EventOverlap
     from .tuning import Config
     from .utils import topk_idx_t
@@ -32,6 +33,7 @@ _LAZY = {
     "Config": "tuning",
     "EventHandle": "events",
     "EventOverlap": "events",
+    "install_as_deep_ep": "compat",
     "topk_idx_t": "utils",
 }
 
@@ -67,5 +69,6 @@ __all__ = [
     "HandleError",
     "PeerFailure",
     "TransportError",
+    "install_as_deep_ep",
     "topk_idx_t",
 ]

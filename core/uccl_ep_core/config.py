@@ -27,8 +27,11 @@ from .selection import Selection, choose_gpu_backend, choose_transport
 from .transport import Option
 
 ENVIRONMENT_PREFIX = "UCCL_EP_"
+AS_DEEP_EP = "UCCL_EP_AS_DEEP_EP"
+"""Whether processes of frameworks find uccl_ep under the name deep_ep (`uccl_ep.compat`); no option of a buffer."""
 RESERVED_ENVIRONMENT = ("UCCL_EP_BUILD_", "UCCL_EP_TEST_")
 """Variables of these names belong to the build and to the tests; they are no options."""
+NO_OPTIONS = ("UCCL_EP_CONFIG", AS_DEEP_EP)
 
 SECTIONS = {"gpu_backends": registry.GPU_BACKENDS, "transports": registry.TRANSPORTS}
 PREFERENCES = {
@@ -204,7 +207,7 @@ class _Layers:
         self._layer = 2
         for variable in sorted(variables):
             value = variables[variable]
-            if not variable.startswith(ENVIRONMENT_PREFIX) or variable == "UCCL_EP_CONFIG" or not value:
+            if not variable.startswith(ENVIRONMENT_PREFIX) or variable in NO_OPTIONS or not value:
                 continue
             if not variable.startswith(RESERVED_ENVIRONMENT):
                 self._set_variable(variable, value, f"environment variable {variable}")
@@ -275,7 +278,7 @@ class _Layers:
         for name in GENERAL_OPTIONS:
             if variable == environment_name(name):
                 return self._set_general(name, value, origin)
-        known = [environment_name(name) for name in GENERAL_OPTIONS] + ["UCCL_EP_CONFIG"]
+        known = [environment_name(name) for name in GENERAL_OPTIONS] + [*NO_OPTIONS]
         matched = False
         for section, group in SECTIONS.items():
             for plugin in registry.names(group):

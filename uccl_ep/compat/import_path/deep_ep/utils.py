@@ -1,0 +1,5 @@
+"""What callers take from `deep_ep.utils`."""
+
+from uccl_ep.events import EventHandle, EventOverlap
+
+__all__ = ["EventHandle", "EventOverlap"]
