@@ -51,12 +51,12 @@ def make_inputs(
     return Inputs(xs, ids, w, scales)
 
 
-def as_payload(x: Any, scales: Tensor | None = None) -> Tensor:
-    """What an expert computes on: the payload, or its dequantised bf16."""
+def as_payload(x: Any, scales: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """What an expert computes on: the payload, or the dequantised payload in ``dtype``."""
     if isinstance(x, tuple):
         x, scales = x
     if x.dtype == torch.float8_e4m3fn:
-        return reference.dequantize_fp8(x, scales).bfloat16()
+        return reference.dequantize_fp8(x, scales).to(dtype)
     return x
 
 
@@ -215,11 +215,12 @@ def low_latency(
             check_equal("strides of recv_scales (column-major)", got_scales.stride()[1:], want.scales.stride()[1:])
 
     # Only used rows reach the combine; the others get a value that would show.
-    # The output of experts behind a cast is bf16.
-    y = torch.full(want.x.shape, float("nan"), dtype=torch.bfloat16 if cast != "none" else want.x.dtype)
+    # Experts behind a cast give back the dtype that was dispatched.
+    payload = inputs.xs[rank].dtype
+    y = torch.full(want.x.shape, float("nan"), dtype=payload)
     scales = got_scales[used] if got_scales is not None else None
     expert_of = torch.arange(local)[:, None].expand_as(used)[used] + rank * local
-    y[used] = ll_expert(as_payload(got[used], scales), expert_of)
+    y[used] = ll_expert(as_payload(got[used], scales, payload), expert_of)
     y_in = y
     if zero_copy:
         y_in = buffer.get_next_low_latency_combine_buffer(handle)
@@ -238,7 +239,7 @@ def low_latency(
     mine: Any = inputs.xs[rank]
     if cast != "none":
         q, s = reference.quantize_fp8(mine, round_scale=casts["round_scale"], use_ue8m0=casts["use_ue8m0"])
-        mine = as_payload(q, s)
+        mine = as_payload(q, s, payload)
     for k in range(topk):
         terms[:, k] = ll_expert(mine, ids[:, k])
     check_equal("combined_x", combined, reference.ll_combine_terms(terms, ids, inputs.weights[rank]))

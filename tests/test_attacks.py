@@ -106,9 +106,8 @@ def refusals(ctx: Context, who: int) -> None:
             refused(ArgumentError, lambda: buffer.combine(received, handle, topk_weights=wrong), "topk_weights")  # noqa: B023
         refused(ArgumentError, lambda: dispatch(buffer, ids, x=(x, x, x)), "(x, scales)")
         refused(ArgumentError, lambda: buffer.get_dispatch_layout(ids, 8.0), "int")
-        twice = ids.clone()
-        twice[3] = 6
-        refused(ArgumentError, lambda: ll_dispatch(buffer, x, twice), "expert 6", "token 3", "-1")
+        often = torch.full_like(ids, 6)
+        refused(ArgumentError, lambda: ll_dispatch(buffer, x, often), f"expert 6 {TOPK * TOKENS} times", "-1")
         most = 1 << 16
         refused(
             ArgumentError,
@@ -129,7 +128,7 @@ def test_refused_before_anybody_communicates(pool: RankPool, domain: int) -> Non
 def counts_beyond_a_slot(ctx: Context) -> None:
     """The counts of all experts are one message: as many as fit are right, one more is refused."""
     buffer = ctx.new_buffer(options={"slot_bytes": 4096, "num_channels": 1})
-    most = (4096 - 64 - 16 - 8) // 4  # of a rank
+    most = (4096 - 64 - 20 - 8) // 4  # of a rank
     ids = routes(200, most * ctx.num_ranks)
     want = torch.bincount(ids.flatten(), minlength=most * ctx.num_ranks) * ctx.num_ranks
     got = dispatch(buffer, ids, most * ctx.num_ranks)[3]
@@ -261,3 +260,51 @@ def forked(ctx: Context) -> str:
 def test_fork_after_creation(pool: RankPool, domain: int) -> None:
     for text in pool.run(forked, ranks=2, domain=domain):
         assert "belongs to process" in text, text
+
+
+# ---- after destroy ----
+
+
+# What each public method is called with after destroy(); a method that is missing here fails the test.
+AFTER_DESTROY: dict[str, Callable[[Any, Any], Any]] = {
+    "check": lambda b, h: b.check(),
+    "describe": lambda b, h: b.describe(),
+    "stats": lambda b, h: b.stats(),
+    "get_comm_stream": lambda b, h: b.get_comm_stream(),
+    "get_local_buffer_tensor": lambda b, h: b.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True),
+    "get_dispatch_layout": lambda b, h: b.get_dispatch_layout(routes(), EXPERTS),
+    "dispatch": lambda b, h: b.dispatch(torch.ones(TOKENS, HIDDEN), handle=h[0]),
+    "internode_dispatch": lambda b, h: b.internode_dispatch(torch.ones(TOKENS, HIDDEN), handle=h[0]),
+    "combine": lambda b, h: b.combine(torch.ones(h[0].num_rows, HIDDEN), h[0]),
+    "internode_combine": lambda b, h: b.internode_combine(torch.ones(h[0].num_rows, HIDDEN), h[0]),
+    "clean_low_latency_buffer": lambda b, h: b.clean_low_latency_buffer(TOKENS, HIDDEN, EXPERTS),
+    "low_latency_dispatch": lambda b, h: ll_dispatch(b, torch.ones(TOKENS, HIDDEN), routes()),
+    "low_latency_combine": lambda b, h: b.low_latency_combine(h[2], routes(), torch.ones(TOKENS, TOPK), h[1]),
+    "get_next_low_latency_combine_buffer": lambda b, h: b.get_next_low_latency_combine_buffer(h[1]),
+    "low_latency_update_mask_buffer": lambda b, h: b.low_latency_update_mask_buffer(1 - b.rank, True),
+    "low_latency_query_mask_buffer": lambda b, h: b.low_latency_query_mask_buffer(torch.zeros(2, dtype=torch.int32)),
+    "low_latency_clean_mask_buffer": lambda b, h: b.low_latency_clean_mask_buffer(),
+}
+# Facts of the class, and the call itself, which may be made twice.
+ALWAYS = {"destroy", "is_sm90_compiled", "set_num_sms", "capture", "get_dispatch_config", "get_combine_config",
+          "get_low_latency_rdma_size_hint"}  # fmt: skip
+
+
+def used_after_destroy(ctx: Context) -> None:
+    buffer, ids = ctx.new_buffer(enable_shrink=True), routes()
+    handle = dispatch(buffer, ids)[4]
+    received, _, ll_handle, *_ = ll_dispatch(buffer, torch.ones(TOKENS, HIDDEN), ids)
+    hook = ll_dispatch(buffer, torch.ones(TOKENS, HIDDEN), ids, return_recv_hook=True)[4]
+    ctx.barrier()
+    buffer.destroy()
+    public = {name for name in dir(type(buffer)) if name[0] != "_" and callable(getattr(type(buffer), name))}
+    check_equal("public methods", sorted(public - ALWAYS), sorted(AFTER_DESTROY))
+    for call in AFTER_DESTROY.values():
+        refused(BufferClosedError, lambda: call(buffer, (handle, ll_handle, received)), "destroyed")  # noqa: B023
+    refused(BufferClosedError, hook, "destroyed")
+    ctx.barrier()
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_used_after_destroy(pool: RankPool, domain: int) -> None:
+    pool.run(used_after_destroy, ranks=2, domain=domain)

@@ -158,6 +158,7 @@ class Buffer:
 
     def get_comm_stream(self) -> Any:
         """The stream communication runs on when it does not run on the current one; None on the host."""
+        self._communicator.ensure_open()
         return getattr(self._communicator.backend, "torch_communication_stream", None)
 
     def get_local_buffer_tensor(
@@ -167,6 +168,7 @@ class Buffer:
 
         The library's own windows are not exposed: writing them would break messages in flight.
         """
+        self._communicator.ensure_open()
         nbytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
         if not hasattr(self, "_scratch"):
             self._scratch: dict[bool, torch.Tensor] = {}
@@ -348,7 +350,8 @@ class Buffer:
 
         Args:
             x: [num_tokens, hidden] bf16, fp16, fp32 or fp64.
-            topk_idx: int32 or int64 [num_tokens, topk], -1 for none.
+            topk_idx: int32 or int64 [num_tokens, topk], -1 for none. A token may name an expert more than once, as
+                long as none is named more than ``num_max_dispatch_tokens_per_rank`` times.
             cumulative_local_expert_recv_stats: int32 [local experts], raised by what arrives.
             dispatch_wait_recv_cost_stats: int64 [num_ranks], raised by the wait for each rank.
             use_fp8: cast to e4m3 in the send, with a float32 scale for each 128 elements.
@@ -417,7 +420,7 @@ class Buffer:
         Multiplies and adds in float32 in increasing k, and rounds once.
 
         Args:
-            x: [L, num_ranks * max, hidden] expert outputs, rows as received.
+            x: [L, num_ranks * max, hidden] expert outputs, rows as received, of the dtype of dispatch's x.
             topk_idx: this rank's own indices, as given to dispatch.
             topk_weights: float32 [num_tokens, topk].
             zero_copy: x is `get_next_low_latency_combine_buffer`'s memory, which the send reads in place.
@@ -474,6 +477,7 @@ class Buffer:
     # ---- inside ----
 
     def _mask(self) -> torch.Tensor:
+        self._communicator.ensure_usable()
         if self._low_latency.mask is None:
             raise ArgumentError("no rank can be masked: create the Buffer with enable_shrink=True")
         return self._low_latency.mask

@@ -393,12 +393,16 @@ class Communicator:
             )
             self.check()
 
+    def ensure_open(self) -> None:
+        """Raise when the buffer was destroyed. One that a failure closed still tells about itself."""
+        if self._closed:
+            raise BufferClosedError("this buffer was destroyed: create a new one")
+
     def ensure_usable(self) -> None:
         """Raise when the buffer was destroyed, or an earlier failure closed it."""
         if self._failure is not None:
             raise BufferClosedError(f"this buffer was closed by an earlier failure: {self._failure}") from self._failure
-        if self._closed:
-            raise BufferClosedError("this buffer was destroyed: create a new one")
+        self.ensure_open()
         if os.getpid() != self._resources.process:
             raise BufferClosedError(
                 f"this buffer belongs to process {self._resources.process}, and this is a fork of it: create a Buffer "
@@ -446,6 +450,7 @@ class Communicator:
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start: kernels launched by name, and what the proxies did."""
+        self.ensure_open()
         result: dict[str, Any] = {"operations": self._operation, "launches": dict(self._calls)}
         if self._resources.engine is not None:
             result["engine"] = self.engine.stats()
@@ -453,6 +458,7 @@ class Communicator:
 
     def describe(self) -> dict[str, Any]:
         """Which plugins were chosen and why, the ordering plan, and the domains."""
+        self.ensure_open()
         backend = self._backend_selection
         result: dict[str, Any] = {
             "gpu_backend": {"name": backend.name, "reason": backend.reason},

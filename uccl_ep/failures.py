@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from uccl_ep_core.errors import PeerFailure
+from uccl_ep_core.kernel_parameters import Quantization
+
+from .tensors import NUMBERED
 
 REASONS = ("none", "timeout", "dead", "mismatch", "transport", "bad command", "protocol", "closed")
 PHASES = (
@@ -41,12 +45,14 @@ def peer_failure(verdict: Any, rank: int, detail: tuple[int, ...] = (), words: s
     phase = _word(PHASES, verdict.phase)
     elapsed_s = verdict.elapsed_ns / 1e9
     head = f"rank {verdict.culprit} is at fault ({reason}), as rank {verdict.reporter} noticed in {phase}"
-    counts = f"operation {verdict.operation}, signal {verdict.signal}: expected {verdict.expected}, seen {verdict.seen}"
+    differs = reason == "mismatch" and verdict.signal & DIFFERENCE == DIFFERENCE
+    signal = 0 if differs else verdict.signal
+    counts = f"operation {verdict.operation}, signal {signal}: expected {verdict.expected}, seen {verdict.seen}"
     tail = {
         "timeout": f"it did not signal within {elapsed_s:.3f} s; is it late, stuck, or in fewer calls than the others? "
         "(a longer wait: timeout_s)",
         "dead": "its process is gone",
-        "mismatch": _mismatch(detail),
+        "mismatch": _difference(verdict) if differs else _mismatch(detail),
         "closed": "it destroyed its buffer while others still waited for it",
         "transport": "the transport reported an error towards it",
         "bad command": "it pushed a command outside its window, which its proxy refused",
@@ -59,7 +65,7 @@ def peer_failure(verdict: Any, rank: int, detail: tuple[int, ...] = (), words: s
         reason=reason,
         phase=phase,
         reporter=verdict.reporter,
-        signal=verdict.signal,
+        signal=signal,
         expected=verdict.expected,
         seen=verdict.seen,
         operation=verdict.operation,
@@ -70,26 +76,57 @@ def peer_failure(verdict: Any, rank: int, detail: tuple[int, ...] = (), words: s
 def _mismatch(detail: tuple[int, ...]) -> str:
     if len(detail) != 4 or not any(detail):
         return "it is in another operation, or passed another shape, than the rank that noticed"
-    operation, kind, found, expected = detail
-    if kind >> 32 == 0xFFFFFFFF:  # of the same call, in another format: stream.hpp
-        return (
-            f"its rows have {found_low(operation)} bytes, scale bytes (combine: dtype) {operation >> 32} and top-k "
-            f"{found_low(kind)}; this rank has {found_low(found)}, {found >> 32} and {expected}: ranks must pass "
-            "the same dtype, scales and top-k weights"
-        )
-    if kind in OPERATIONS:
-        return (
-            f"its message is of operation {operation} ({OPERATIONS[kind]}) with rows of {found} bytes; rows of "
-            f"{expected} bytes were expected: ranks must make the same calls in the same order with the same hidden "
-            "size and dtype"
-        )
+    first, kind, found, expected = detail
     return (
-        f"it passed a shape of row bytes {found_low(operation)}, scale bytes {operation >> 32}, top-k "
-        f"{found_low(kind)}, experts {kind >> 32}; this rank has {found_low(found)}, {found >> 32}, "
-        f"{found_low(expected)}, {expected >> 32}"
+        f"its message is of operation {first} ({_named(OPERATIONS, kind)}) with rows of {found} bytes; rows of "
+        f"{expected} bytes were expected: ranks must make the same calls in the same order with the same hidden "
+        "size and dtype"
     )
 
 
-def found_low(value: int) -> int:
-    """The low 32 bits of a detail word, where two numbers share one."""
-    return value & 0xFFFFFFFF
+def _difference(verdict: Any) -> str:
+    what, theirs, mine = verdict.signal & 0xFF, verdict.seen, verdict.expected
+    if what == EXPERT_ROWS:
+        return (
+            f"its topk_idx names one expert {theirs} times, and num_max_dispatch_tokens_per_rank = {mine} rows fit: "
+            "let a token name an expert once, with -1 in place of the others"
+        )
+    name, shown = DIFFERENCES.get(what, (f"field {what}", str))
+    return f"its {name} is {shown(theirs)}, that of rank {verdict.reporter} {shown(mine)}: ranks must pass the same"
+
+
+def _named(table: Mapping[int, str], number: int) -> str:
+    return table.get(number, f"unknown ({number})")
+
+
+def _dtype(code: int) -> str:
+    payload, scales = code & 0xFF, code >> 8
+    words = _named(DTYPES, payload)
+    return words + (f" with scales of {_named(DTYPES, scales)}" if scales else "")
+
+
+def _quantization(code: int) -> str:
+    return _named(
+        {
+            Quantization.NONE: "use_fp8=False",
+            Quantization.FLOAT8: "use_fp8=True",
+            Quantization.FLOAT8_POWER_OF_TWO: "use_fp8=True, round_scale=True",
+            Quantization.FLOAT8_EXPONENT: "use_fp8=True, round_scale=True, use_ue8m0=True",
+        },
+        code,
+    )
+
+
+DTYPES = {int(code): str(dtype).removeprefix("torch.") for dtype, code in NUMBERED.items()} | {0: "another type"}
+# kDifference and enum class Difference of core/kernels/parameters.hpp.
+DIFFERENCE = 0xFFFFFF00
+EXPERT_ROWS = 8
+DIFFERENCES: Mapping[int, tuple[str, Callable[[int], str]]] = {
+    1: ("dtype", _dtype),
+    2: ("row size in bytes (hidden size)", str),
+    3: ("row size of scales in bytes", str),
+    4: ("top-k (0: none travels)", str),
+    5: ("num_experts", str),
+    6: ("num_max_dispatch_tokens_per_rank", str),
+    7: ("cast", _quantization),
+}

@@ -13,11 +13,14 @@ from uccl_ep_core.kernel_parameters import (
     DispatchParameters,
     DispatchShape,
     NotifyParameters,
+    PayloadType,
     RoutingParameters,
 )
 
 from .communicator import Communicator
 from .tensors import (
+    CARRIED,
+    NUMBERED,
     check_experts,
     check_matrix,
     check_reducible,
@@ -33,18 +36,6 @@ from .tensors import (
 
 SLOT_OVERHEAD = 64 + 3 * 16 + 64  # bytes of a slot that are not rows, at most (DispatchRows::capacity)
 RAIL_MASK_BYTES = 16
-PAYLOADS = (
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.uint8,
-    torch.int8,
-)
 REDUCER_STATE_BYTES = 24  # sizeof(IncomingRows) of core/kernels/combine.hpp
 
 
@@ -160,13 +151,14 @@ def _shape(
             f"a token of {row_bytes + scale_bytes} bytes does not fit a slot of {communicator.general.slot_bytes} "
             f"bytes: set slot_bytes (UCCL_EP_SLOT_BYTES) to at least {round_up(needed, 64)}"
         )
-    return DispatchShape(row_bytes, scale_bytes, num_topk, num_experts)
+    dtype = CARRIED[x.dtype] | (0 if scales is None else NUMBERED.get(scales.dtype, PayloadType.BYTES) << 8)
+    return DispatchShape(row_bytes, scale_bytes, num_topk, num_experts, dtype)
 
 
 def _check_notify(communicator: Communicator, num_experts: int) -> None:
     """The counts that announce a dispatch are one message, of NotifyWords of core/kernels/notify.hpp."""
     local_experts = num_experts // communicator.num_ranks
-    needed = 64 + 16 + 4 * (2 * communicator.num_channels + local_experts)
+    needed = 64 + 20 + 4 * (2 * communicator.num_channels + local_experts)
     if needed > communicator.general.slot_bytes:
         raise ArgumentError(
             f"the counts of {local_experts} experts a rank do not fit a slot of "
@@ -182,8 +174,8 @@ def _check_payload(
     x = check_matrix("x", x, device)
     if x.shape[1] == 0:
         raise ArgumentError("x has hidden size 0: at least 1 is needed")
-    if x.dtype not in PAYLOADS:
-        raise ArgumentError(f"x is {x.dtype}: dispatch carries {names(PAYLOADS)}")
+    if x.dtype not in CARRIED:
+        raise ArgumentError(f"x is {x.dtype}: dispatch carries {names(CARRIED)}")
     if scales is not None:
         scales = check_matrix("scales", scales, device)
         check_rows("scales", scales, x.shape[0], "x")

@@ -15,17 +15,15 @@ from uccl_ep_core.kernel_parameters import (
     LowLatencyCombineParameters,
     LowLatencyDispatchParameters,
     LowLatencyShape,
-    PayloadType,
     Quantization,
 )
 
 from .communicator import Communicator
 from .tensors import (
     REDUCIBLE,
+    check_expert_rows,
     check_experts,
     check_matrix,
-    check_no_duplicates,
-    check_reducible,
     check_rows,
     check_tensor,
     check_topk_idx,
@@ -183,7 +181,7 @@ class LowLatency:
                 f"num_max_dispatch_tokens_per_rank = {max_tokens}: low-latency dispatch takes at most {MOST_TOKENS}; "
                 "use dispatch(), which has no limit"
             )
-        check_no_duplicates(topk_idx)
+        check_expert_rows(topk_idx, max_tokens)
         if quantization != Quantization.NONE and x.dtype not in QUANTIZABLE:
             raise ArgumentError(f"x is {x.dtype}: use_fp8 casts from {names(QUANTIZABLE)}; or pass use_fp8=False")
         groups = -(-hidden // SCALE_GROUP)
@@ -339,7 +337,8 @@ class LowLatency:
         product and sum in float32 (float64 for float64), rounded once.
 
         Args:
-            x: [local experts, num_ranks * max_tokens, hidden] expert outputs, rows as they were received.
+            x: [local experts, num_ranks * max_tokens, hidden] expert outputs, rows as they were received, of the
+                dtype of dispatch's x (then all ranks agree on it without a word more on the wire).
             topk_idx: this rank's own indices, as given to dispatch.
             topk_weights: float32 [num_tokens, topk].
             out: [num_tokens, hidden] of x's dtype to write into, or None.
@@ -358,7 +357,10 @@ class LowLatency:
             raise ArgumentError(f"x has shape {tuple(x.shape)}: {expected} is needed, as dispatch delivered")
         if x.device.type != device.type:
             raise ArgumentError(f"x is on {x.device}: this buffer works on {device}")
-        payload_type: PayloadType = check_reducible("x", x)
+        if x.dtype != state.dtype:
+            raise ArgumentError(
+                f"x is {x.dtype}: combine takes the dtype that was dispatched, use {names([state.dtype])}"
+            )
         x = plain(x)
         topk_idx = check_topk_idx(topk_idx, device, shape.num_experts)
         if tuple(topk_idx.shape) != (state.num_tokens, shape.num_topk):
@@ -400,7 +402,7 @@ class LowLatency:
                 row_bytes=row_bytes,
                 scale_bytes=0,
                 quantization=0,
-                payload_type=int(payload_type),
+                payload_type=shape.payload_type,
             ),
             x=pointer(x),
             begin=pointer(state.begin),

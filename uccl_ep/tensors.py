@@ -13,6 +13,23 @@ REDUCIBLE = {
     torch.float32: PayloadType.FLOAT32,
     torch.float64: PayloadType.FLOAT64,
 }
+CARRIED = {
+    **REDUCIBLE,
+    torch.float8_e4m3fn: PayloadType.FLOAT8,
+    torch.float8_e5m2: PayloadType.FLOAT8_E5M2,
+    torch.float8_e4m3fnuz: PayloadType.FLOAT8_E4M3FNUZ,
+    torch.float8_e5m2fnuz: PayloadType.FLOAT8_E5M2FNUZ,
+    torch.uint8: PayloadType.UINT8,
+    torch.int8: PayloadType.INT8,
+}
+"""What a high-throughput dispatch moves."""
+NUMBERED = {
+    **CARRIED,
+    torch.int16: PayloadType.INT16,
+    torch.int32: PayloadType.INT32,
+    torch.int64: PayloadType.INT64,
+}
+"""Types whose difference between ranks is noticed; others (as scales) are told apart by their size alone."""
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -75,20 +92,22 @@ def check_topk_idx(topk_idx: torch.Tensor, device: torch.device, num_experts: in
     return topk_idx
 
 
-def check_no_duplicates(topk_idx: torch.Tensor) -> None:
-    """No token names an expert twice: an expert's rows would not fit the layout, which has one for each token.
+def check_expert_rows(topk_idx: torch.Tensor, max_tokens: int) -> None:
+    """No expert is named more often than the layout has rows for it, one for each of ``max_tokens``.
 
-    Only on the CPU: on a GPU the look would cost a host wait.
+    Only tokens that name an expert more than once can do that. On a GPU the look would cost a host wait: there
+    the kernel refuses, and all ranks raise `PeerFailure` that names this one.
     """
-    if topk_idx.device.type != "cpu" or topk_idx.numel() == 0:
+    if topk_idx.device.type != "cpu" or topk_idx.numel() <= max_tokens:
         return
-    ordered = topk_idx.sort(dim=1).values
-    twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).nonzero()
-    if len(twice):
-        token, k = (int(value) for value in twice[0])
+    named = topk_idx.flatten().to(torch.int64)
+    rows = torch.bincount(named[named >= 0])
+    if rows.numel() and int(rows.max()) > max_tokens:
+        expert = int(rows.argmax())
         raise ArgumentError(
-            f"topk_idx names expert {int(ordered[token, k])} more than once for token {token}: low-latency dispatch "
-            "takes each expert at most once a token; put -1 in place of the others"
+            f"topk_idx names expert {expert} {int(rows[expert])} times, and num_max_dispatch_tokens_per_rank = "
+            f"{max_tokens} rows fit: let a token name an expert once, with -1 in place of the others, or pass at least "
+            f"{int(rows[expert])}"
         )
 
 

@@ -26,7 +26,7 @@ struct CombineRows {
     }
 };
 
-UCCL_EP_DEVICE RowFormat row_format(const CombineParameters &p) { return {p.row_bytes, p.payload_type, p.num_topk}; }
+UCCL_EP_DEVICE RowFormat row_format(const CombineParameters &p) { return {p.row_bytes, 0, p.num_topk, p.payload_type}; }
 
 // Role: send this channel's rows of `source` home.
 UCCL_EP_DEVICE bool combine_send(const CombineParameters &p, uint32_t source, uint32_t channel) {

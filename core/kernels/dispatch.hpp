@@ -15,14 +15,17 @@ namespace uccl_ep {
 UCCL_EP_DEVICE void write_message_header(const Group &group, uint8_t *slot, OperationKind kind, uint32_t rows,
                                          const RowFormat &format, uint32_t source) {
     if (device::lane() == 0) {
-        *reinterpret_cast<MessageHeader *>(slot) =
-            MessageHeader{group.operation, static_cast<uint32_t>(kind),     rows, format.row_bytes,
-                          source,          {format.format, format.num_topk}};
+        *reinterpret_cast<MessageHeader *>(slot) = MessageHeader{group.operation,
+                                                                 static_cast<uint32_t>(kind),
+                                                                 rows,
+                                                                 format.row_bytes,
+                                                                 source,
+                                                                 {format.scale_bytes, format.num_topk, format.dtype}};
     }
 }
 
 UCCL_EP_DEVICE RowFormat row_format(const DispatchShape &shape) {
-    return {shape.row_bytes, shape.scale_bytes, shape.num_topk};
+    return {shape.row_bytes, shape.scale_bytes, shape.num_topk, shape.dtype};
 }
 
 // Fill row `row` of a message with a token. Called by the whole warp.

@@ -17,6 +17,7 @@ enum LowLatencyWord : uint32_t {
     kWordNumExperts = 2,
     kWordQuantization = 3,
     kWordCombineBase = 4,  // first row of the receiver's experts in the sender's combine inbox
+    kWordPayloadType = 5,  // of the caller's tensor, which is also that of the combine
 };
 
 // A message: header, rows per local expert, then the fields of all rows, each together.
@@ -109,6 +110,10 @@ UCCL_EP_DEVICE void ll_place_rows(const LowLatencyDispatchParameters &p) {
         sum += total;
         device::sync_warp();  // the count has been read: its place now holds the sum
         if (e < experts) {
+            if (rows > p.shape.max_tokens) {  // some token names e more than once: its rows would not fit
+                fail_difference(p.group, Phase::kLowLatencyDispatchSend, p.group.rank, Difference::kExpertRows, rows,
+                                p.shape.max_tokens);
+            }
             p.expert_rows[e] = static_cast<int32_t>(rows);
             p.expert_begin[e] = expert_rows[e] = static_cast<int32_t>(begin);
         }
@@ -247,7 +252,7 @@ UCCL_EP_KERNEL(uccl_ep_ll_dispatch_send, LowLatencyDispatchParameters) {
                               p.shape.row_bytes,
                               group.rank,
                               {p.shape.max_tokens, p.shape.num_topk, p.shape.num_experts, p.shape.quantization,
-                               static_cast<uint32_t>(p.expert_begin[rank * local_experts])}};
+                               static_cast<uint32_t>(p.expert_begin[rank * local_experts]), p.shape.payload_type}};
         }
         device::sync_warp();
         if (device::lane() == 0 && rank != group.rank) {
@@ -267,20 +272,32 @@ UCCL_EP_KERNEL(uccl_ep_ll_dispatch_send, LowLatencyDispatchParameters) {
 UCCL_EP_DEVICE bool ll_check(const LowLatencyDispatchParameters &p, const MessageHeader &header, uint32_t source,
                              uint64_t number) {
     const LowLatencyShape &shape = p.shape;
-    if (header.operation == number && header.kind == static_cast<uint32_t>(OperationKind::kLowLatencyDispatch) &&
-        header.row_bytes == shape.row_bytes && header.words[kWordMaxTokens] == shape.max_tokens &&
-        header.words[kWordNumTopk] == shape.num_topk && header.words[kWordNumExperts] == shape.num_experts &&
-        header.words[kWordQuantization] == shape.quantization) {
+    constexpr Phase kPhase = Phase::kLowLatencyDispatchReceive;
+    const auto *words = header.words;
+    if (header.operation != number || header.kind != static_cast<uint32_t>(OperationKind::kLowLatencyDispatch)) {
+        uint64_t *detail = p.group.status->detail;
+        detail[0] = header.operation;
+        detail[1] = header.kind;
+        detail[2] = header.row_bytes;
+        detail[3] = shape.row_bytes;
+        fail(p.group, Reason::kMismatch, {kPhase, source, 0, static_cast<uint64_t>(OperationKind::kLowLatencyDispatch)},
+             number, 0);
+    } else if (words[kWordPayloadType] != shape.payload_type) {
+        fail_difference(p.group, kPhase, source, Difference::kDtype, words[kWordPayloadType], shape.payload_type);
+    } else if (words[kWordQuantization] != shape.quantization) {
+        fail_difference(p.group, kPhase, source, Difference::kQuantization, words[kWordQuantization],
+                        shape.quantization);
+    } else if (header.row_bytes != shape.row_bytes) {
+        fail_difference(p.group, kPhase, source, Difference::kRowBytes, header.row_bytes, shape.row_bytes);
+    } else if (words[kWordMaxTokens] != shape.max_tokens) {
+        fail_difference(p.group, kPhase, source, Difference::kMaxTokens, words[kWordMaxTokens], shape.max_tokens);
+    } else if (words[kWordNumTopk] != shape.num_topk) {
+        fail_difference(p.group, kPhase, source, Difference::kTopk, words[kWordNumTopk], shape.num_topk);
+    } else if (words[kWordNumExperts] != shape.num_experts) {
+        fail_difference(p.group, kPhase, source, Difference::kExperts, words[kWordNumExperts], shape.num_experts);
+    } else {
         return true;
     }
-    uint64_t *detail = p.group.status->detail;
-    detail[0] = header.operation;
-    detail[1] = header.kind;
-    detail[2] = header.row_bytes;
-    detail[3] = shape.row_bytes;
-    fail(p.group, Reason::kMismatch,
-         {Phase::kLowLatencyDispatchReceive, source, 0, static_cast<uint64_t>(OperationKind::kLowLatencyDispatch)},
-         number, 0);
     return false;
 }
 

@@ -63,20 +63,20 @@ UCCL_EP_DEVICE bool notify_receive(const NotifyParameters &p, uint32_t source, i
     const uint32_t channels = group.layout.num_channels;
     const uint32_t local_experts = p.shape.num_experts / group.num_ranks();
     StreamReceiver receiver(group, direct_from(group, source, 0), Phase::kNotify);
-    const uint8_t *slot = receiver.acquire(OperationKind::kNotify, {0, 0, 0});
+    const uint8_t *slot = receiver.acquire(OperationKind::kNotify, {0, 0, 0, 0});
     bool ok = slot != nullptr;
     if (ok) {
         const auto *words = reinterpret_cast<const int32_t *>(slot + sizeof(MessageHeader));
         const auto &theirs = *reinterpret_cast<const DispatchShape *>(words);
         if (theirs.row_bytes != p.shape.row_bytes || theirs.scale_bytes != p.shape.scale_bytes ||
-            theirs.num_topk != p.shape.num_topk || theirs.num_experts != p.shape.num_experts) {
-            if (device::lane() == 0) {
-                group.status->detail[0] = (uint64_t{theirs.scale_bytes} << 32) | theirs.row_bytes;
-                group.status->detail[1] = (uint64_t{theirs.num_experts} << 32) | theirs.num_topk;
-                group.status->detail[2] = (uint64_t{p.shape.scale_bytes} << 32) | p.shape.row_bytes;
-                group.status->detail[3] = (uint64_t{p.shape.num_experts} << 32) | p.shape.num_topk;
-                fail(group, Reason::kMismatch,
-                     {Phase::kNotify, source, 0, static_cast<uint64_t>(OperationKind::kNotify)}, 0, 0);
+            theirs.num_topk != p.shape.num_topk || theirs.num_experts != p.shape.num_experts ||
+            theirs.dtype != p.shape.dtype) {
+            if (device::lane() == 0 &&
+                !fail_difference(group, Phase::kNotify, source,
+                                 {theirs.row_bytes, theirs.scale_bytes, theirs.num_topk, theirs.dtype},
+                                 {p.shape.row_bytes, p.shape.scale_bytes, p.shape.num_topk, p.shape.dtype})) {
+                fail_difference(group, Phase::kNotify, source, Difference::kExperts, theirs.num_experts,
+                                p.shape.num_experts);
             }
             ok = false;
         } else {

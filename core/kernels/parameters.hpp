@@ -22,7 +22,21 @@ enum class PayloadType : uint32_t {
     kFloat16 = 2,
     kFloat32 = 3,
     kFloat64 = 4,
-    kFloat8 = 5,  // e4m3fn
+    kFloat8 = 5,  // e4m3fn; Python numbers further types, which kernels only compare
+};
+
+// What differs between a message and the call of the rank that receives it; in words in uccl_ep/failures.py. Such a
+// verdict names no signal but this, and has as `expected` the value of the rank that noticed, as `seen` the culprit's.
+inline constexpr uint32_t kDifference = 0xffffff00u;
+enum class Difference : uint32_t {
+    kDtype = 1,
+    kRowBytes = 2,
+    kScaleBytes = 3,
+    kTopk = 4,
+    kExperts = 5,
+    kMaxTokens = 6,
+    kQuantization = 7,
+    kExpertRows = 8,  // of a rank with itself: more rows for one expert than a low-latency layout has room for
 };
 
 // Where a kernel leaves what went wrong; host memory, read when the launch is done.
@@ -74,8 +88,9 @@ struct DispatchShape {
     uint32_t scale_bytes;  // bytes of its scales, 0: none
     uint32_t num_topk;     // 0: no top-k indices and weights travel
     uint32_t num_experts;
+    uint32_t dtype;        // PayloadType of the payload | of the scales << 8
 };
-static_assert(sizeof(DispatchShape) == 16, "compared word by word");
+static_assert(sizeof(DispatchShape) == 20, "compared word by word");
 
 // High-throughput notify: tell every rank how many rows it will get, learn the same.
 // Channel c of a rank with T tokens carries tokens [c*T/C, (c+1)*T/C).

@@ -21,12 +21,36 @@ struct MessageHeader {
     uint32_t words[10];
 };
 
-// What a high-throughput message says of its rows besides their count; both ends must agree, since fields are
-// found by it. Of a dispatch, `format` is the bytes of scales; of a combine, the PayloadType.
-struct RowFormat {
-    uint32_t row_bytes, format, num_topk;
-};
 static_assert(sizeof(MessageHeader) == 64, "payload starts on a cache line");
+
+// What a high-throughput message says of its rows besides their count; both ends must agree, since fields are
+// found by it. `dtype` as in DispatchShape; of a combine, the PayloadType.
+struct RowFormat {
+    uint32_t row_bytes, scale_bytes, num_topk, dtype;
+};
+
+// A message of this very call says something else of it than this rank: every rank's error names both values.
+UCCL_EP_DEVICE void fail_difference(const Group &group, Phase phase, uint32_t source, Difference what, uint64_t theirs,
+                                    uint64_t mine) {
+    fail(group, Reason::kMismatch, {phase, source, kDifference | static_cast<uint32_t>(what), mine}, theirs, 0);
+}
+
+// The first difference of two row formats, if there is one.
+UCCL_EP_DEVICE bool fail_difference(const Group &group, Phase phase, uint32_t source, const RowFormat &theirs,
+                                    const RowFormat &mine) {
+    if (theirs.dtype != mine.dtype) {
+        fail_difference(group, phase, source, Difference::kDtype, theirs.dtype, mine.dtype);
+    } else if (theirs.row_bytes != mine.row_bytes) {
+        fail_difference(group, phase, source, Difference::kRowBytes, theirs.row_bytes, mine.row_bytes);
+    } else if (theirs.scale_bytes != mine.scale_bytes) {
+        fail_difference(group, phase, source, Difference::kScaleBytes, theirs.scale_bytes, mine.scale_bytes);
+    } else if (theirs.num_topk != mine.num_topk) {
+        fail_difference(group, phase, source, Difference::kTopk, theirs.num_topk, mine.num_topk);
+    } else {
+        return false;
+    }
+    return true;
+}
 
 // Both ends of a stream, in window offsets and signal indices; computed by the functions below.
 struct StreamPlace {
@@ -218,21 +242,15 @@ class StreamReceiver {
             group_.data + place_.remote_ring + received_ % group_.layout.num_slots * group_.layout.slot_bytes;
         const auto *header = reinterpret_cast<const MessageHeader *>(slot);
         const bool same_call = header->operation == group_.operation && header->kind == static_cast<uint32_t>(kind);
-        if (!same_call || header->row_bytes != rows.row_bytes || header->words[0] != rows.format ||
-            header->words[1] != rows.num_topk) {
-            if (device::lane() == 0) {
+        const RowFormat theirs{header->row_bytes, header->words[0], header->words[1], header->words[2]};
+        if (!same_call || theirs.row_bytes != rows.row_bytes || theirs.scale_bytes != rows.scale_bytes ||
+            theirs.num_topk != rows.num_topk || theirs.dtype != rows.dtype) {
+            if (device::lane() == 0 && !(same_call && fail_difference(group_, phase_, header->source, theirs, rows))) {
                 uint64_t *detail = group_.status->detail;
-                if (same_call) {  // high half of the second word: that the formats differ, see failures.py
-                    detail[0] = (uint64_t{header->words[0]} << 32) | header->row_bytes;
-                    detail[1] = (uint64_t{0xffffffffu} << 32) | header->words[1];
-                    detail[2] = (uint64_t{rows.format} << 32) | rows.row_bytes;
-                    detail[3] = rows.num_topk;
-                } else {
-                    detail[0] = header->operation;
-                    detail[1] = header->kind;
-                    detail[2] = header->row_bytes;
-                    detail[3] = rows.row_bytes;
-                }
+                detail[0] = header->operation;
+                detail[1] = header->kind;
+                detail[2] = header->row_bytes;
+                detail[3] = rows.row_bytes;
                 fail(group_, Reason::kMismatch,
                      {phase_, header->source, place_.data_signal, static_cast<uint64_t>(kind)}, received_ + 1, 0);
             }

@@ -12,12 +12,22 @@ from enum import IntEnum
 
 
 class PayloadType(IntEnum):
-    BYTES = 0
+    """Types of elements. Kernels compute with the first ones; the others are moved, and compared between ranks."""
+
+    BYTES = 0  # of any type
     BFLOAT16 = 1
     FLOAT16 = 2
     FLOAT32 = 3
     FLOAT64 = 4
-    FLOAT8 = 5
+    FLOAT8 = 5  # e4m3fn
+    FLOAT8_E5M2 = 6
+    FLOAT8_E4M3FNUZ = 7
+    FLOAT8_E5M2FNUZ = 8
+    UINT8 = 9
+    INT8 = 10
+    INT16 = 11
+    INT32 = 12
+    INT64 = 13
 
 
 class Quantization(IntEnum):
@@ -94,7 +104,13 @@ class RoutingParameters(ctypes.Structure):
 
 
 class DispatchShape(ctypes.Structure):
-    _fields_ = [("row_bytes", c_uint32), ("scale_bytes", c_uint32), ("num_topk", c_uint32), ("num_experts", c_uint32)]
+    _fields_ = [
+        ("row_bytes", c_uint32),
+        ("scale_bytes", c_uint32),
+        ("num_topk", c_uint32),
+        ("num_experts", c_uint32),
+        ("dtype", c_uint32),
+    ]
 
 
 class NotifyParameters(ctypes.Structure):
