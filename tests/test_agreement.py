@@ -63,7 +63,7 @@ CALLS: dict[str, tuple[Call, tuple[str, str]]] = {
     ),
     "low latency, cast": (
         lambda b, odd, earlier: ll_dispatch(b, use_fp8=True, round_scale=bool(odd)),
-        ("use_fp8=True, round_scale=True", "use_fp8=True:"),
+        ("use_fp8=True, round_scale=True", "cast is use_fp8=True"),
     ),
     "low latency, hidden": (lambda b, odd, earlier: ll_dispatch(b, hidden=HIDDEN * (1 + odd)), ("256", "512")),
     "low latency, most tokens": (
