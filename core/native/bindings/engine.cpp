@@ -102,6 +102,7 @@ py::dict stats_of(const Engine &engine) {
         {"split", &ProxyStats::split},
         {"bytes", &ProxyStats::bytes},
         {"native_signals", &ProxyStats::native_signals},
+        {"coalesced_signals", &ProxyStats::coalesced_signals},
         {"signals_raised", &ProxyStats::signals_raised},
         {"arrivals", &ProxyStats::arrivals},
         {"emulated_immediates", &ProxyStats::emulated_immediates},

@@ -52,9 +52,10 @@ class CountedPlan final : public Plan {
                shared_.verdicts->peer_closed(peer);
     }
 
-    void write(const uccl_ep_write &write, const Op &op) override {
-        if (fill_gap(op)) {
-            send(write, op);
+    void write(uccl_ep_write &write, const Op &op) override {
+        // Nothing was staged behind it where it is refused: a message begun anew has no writes yet.
+        if (!fill_gap(op) || !announce(write, op)) {
+            outbound_.unstage();
         }
     }
     void end(const Op &op) override {
@@ -62,7 +63,7 @@ class CountedPlan final : public Plan {
         empty.kind = OpKind::kEmpty;
         empty.last = true;
         if (fill_gap(empty)) {
-            send(nothing(op.peer), empty);
+            send(empty);
         }
     }
 
@@ -124,14 +125,6 @@ class CountedPlan final : public Plan {
 
     uint64_t credit_field() const { return offsetof(PeerNotice, consumed) + uint64_t{lane_} * 8; }
 
-    static uccl_ep_write nothing(uint32_t peer) {
-        uccl_ep_write write{};
-        write.peer = peer;
-        write.local_region = UCCL_EP_REGION_DATA;
-        write.remote_region = UCCL_EP_REGION_DATA;
-        return write;
-    }
-
     // The receiver counts every message number. A kernel may skip some (a credit that went up by more
     // than one): they are messages of nothing.
     bool fill_gap(const Op &op) {
@@ -156,26 +149,38 @@ class CountedPlan final : public Plan {
             empty.value = signal.sealed;
             empty.last = true;
             stats_.emulated_gaps.add(1);
-            send(nothing(op.peer), empty);
+            send(empty);
         }
         signal.sealed = op.value;
         signal.next_index = 0;
         return true;
     }
 
-    void send(uccl_ep_write write, const Op &op) {
+    // Give a write its immediate. False: the message has too many.
+    bool announce(uccl_ep_write &write, const Op &op) {
         SenderSignal &signal = shared_.sender_signals[op.key];
         if (signal.next_index >= codec_.max_writes()) {
             fail(Fault{shared_.rank, Reason::kBadCommand, op.signal, codec_.max_writes(), signal.next_index,
                        "a message of more than " + std::to_string(codec_.max_writes()) + " writes"});
-            return;
+            return false;
         }
         write.flags |= UCCL_EP_WRITE_IMMEDIATE;
         write.immediate = codec_.encode(
             Immediate{op.signal, static_cast<uint32_t>(op.value % kEpochs), signal.next_index++, op.last});
         peers_[op.peer].sent += 1;
         stats_.emulated_immediates.add(1);
-        outbound_.write(write, op);
+        return true;
+    }
+
+    // A write of no bytes.
+    void send(const Op &op) {
+        uccl_ep_write write{};
+        write.peer = op.peer;
+        write.local_region = UCCL_EP_REGION_DATA;
+        write.remote_region = UCCL_EP_REGION_DATA;
+        if (announce(write, op)) {
+            outbound_.write(write, op);
+        }
     }
 
     void take(const uccl_ep_arrival &arrival) {

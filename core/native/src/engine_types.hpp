@@ -87,7 +87,6 @@ struct EngineShared {
     uint64_t *word(uint64_t control_offset) const { return reinterpret_cast<uint64_t *>(control + control_offset); }
     uint32_t signal_entry(uint32_t signal) const { return signal_names[signal].entry; }
     uint32_t signal_writer(uint32_t signal) const { return signal_names[signal].writer; }
-    uint32_t key(uint32_t peer, uint32_t signal) const { return peer * layout.outbox_entries() + signal_entry(signal); }
     uint64_t notice_word(uint32_t at_rank, uint64_t field) const { return layout.notice_offset(at_rank) + field; }
 };
 
@@ -108,6 +107,7 @@ struct ProxyStats {
     Counter split;           // further writes of commands above max_message
     Counter bytes;           // of posted writes
     Counter native_signals;  // posted
+    Counter coalesced_signals;  // native: raised by the signal of a later message instead of one of their own
     Counter signals_raised;  // words of this rank's control window that this proxy raised (counted)
     Counter arrivals;        // immediates polled
     Counter emulated_immediates;   // counted: writes that carried one

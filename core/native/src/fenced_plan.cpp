@@ -21,13 +21,11 @@ class FencedPlan final : public Plan {
         return signals_[key] == nullptr ? value <= kEpochWindow : signals_[key]->sender.admit(value);
     }
 
-    void write(const uccl_ep_write &write, const Op &op) override {
+    void write(uccl_ep_write &write, const Op &op) override {
         Signal &signal = at(op);
         signal.sender.write(op.value);
-        uccl_ep_write fenced = write;
-        fenced.flags |= UCCL_EP_WRITE_FENCED;
+        write.flags |= UCCL_EP_WRITE_FENCED;
         stats_.emulated_fences.add(1);
-        outbound_.write(fenced, op);
         if (op.last) {
             signal.sender.end(op.value);
         }

@@ -6,36 +6,41 @@ namespace {
 
 class NativePlan final : public Plan {
   public:
-    NativePlan(EngineShared &shared, Outbound &outbound) : shared_(shared), outbound_(outbound) {}
+    NativePlan(EngineShared &shared, Outbound &outbound, ProxyStats &stats)
+        : shared_(shared), outbound_(outbound), stats_(stats) {}
 
     bool admit(uint32_t, uint32_t, uint64_t) override { return true; }
-    void write(const uccl_ep_write &write, const Op &op) override {
-        outbound_.write(write, op);
+    bool windowed() const override { return false; }
+    void write(uccl_ep_write &, const Op &op) override {
         if (op.last) {
             end(op);
         }
     }
     void end(const Op &op) override {
-        Op signal = op;
+        Op signal;
         signal.kind = OpKind::kSignal;
-        signal.commands = 0;
-        signal.bytes = 0;
-        outbound_.signal(
-            uccl_ep_signal{op.peer, UCCL_EP_REGION_CONTROL, shared_.layout.signal_offset(op.signal), op.value, 0},
-            signal);
+        signal.peer = op.peer;
+        signal.signal = op.signal;
+        signal.key = op.key;
+        signal.value = op.value;
+        if (outbound_.signal(shared_.layout.signal_offset(op.signal), signal)) {
+            stats_.coalesced_signals.add(1);
+        }
     }
     void completed(const Op &) override {}
+    bool follows_completions() const override { return false; }
     uint64_t poll() override { return 0; }
 
   private:
     EngineShared &shared_;
     Outbound &outbound_;
+    ProxyStats &stats_;
 };
 
 }  // namespace
 
-std::unique_ptr<Plan> make_native_plan(EngineShared &shared, uint32_t, Outbound &outbound, ProxyStats &) {
-    return std::make_unique<NativePlan>(shared, outbound);
+std::unique_ptr<Plan> make_native_plan(EngineShared &shared, uint32_t, Outbound &outbound, ProxyStats &stats) {
+    return std::make_unique<NativePlan>(shared, outbound, stats);
 }
 
 }  // namespace uccl_ep

@@ -5,33 +5,18 @@
 namespace uccl_ep {
 
 Outbound::Outbound(EngineShared &shared, uint32_t lane, ProxyStats &stats)
-    : shared_(shared), lane_(lane), stats_(stats), ops_(shared.limits.send_queue_depth + kReserve) {
-    free_.reserve(ops_.size());
-    for (uint64_t i = ops_.size(); i-- > 0;) {
-        free_.push_back(static_cast<uint32_t>(i));
+    : shared_(shared),
+      lane_(lane),
+      stats_(stats),
+      ops_(shared.limits.send_queue_depth + kReserve),
+      free_(ops_.size()),
+      writes_(ops_.size()),
+      signals_(ops_.size()),
+      signal_after_(ops_.size()),
+      num_free_(ops_.size()) {
+    for (uint64_t i = 0; i < free_.size(); ++i) {
+        free_[i] = static_cast<uint32_t>(free_.size() - 1 - i);
     }
-    writes_.reserve(ops_.size());
-    signals_.reserve(ops_.size());
-    signal_after_.reserve(ops_.size());
-}
-
-uint64_t Outbound::take(const Op &op) {
-    const uint32_t index = free_.back();
-    free_.pop_back();
-    ops_[index] = op;
-    ops_[index].in_use = true;
-    return index;
-}
-
-void Outbound::write(uccl_ep_write write, const Op &op) {
-    write.token = take(op);
-    writes_.push_back(write);
-}
-
-void Outbound::signal(uccl_ep_signal signal, const Op &op) {
-    signal.token = take(op);
-    signals_.push_back(signal);
-    signal_after_.push_back(writes_.size());
 }
 
 void Outbound::trace_writes(uint64_t first, uint64_t count) {
@@ -58,8 +43,8 @@ int64_t Outbound::flush() {
     while (staged() && posted_ < depth) {
         // Writes up to the next signal's place may go first; further ones too, since a signal that lands
         // later than it could is still right, and one batch is cheaper than two.
-        if (next_write_ < writes_.size()) {
-            const uint64_t want = std::min(writes_.size() - next_write_, depth - posted_);
+        if (next_write_ < num_writes_) {
+            const uint64_t want = std::min(num_writes_ - next_write_, depth - posted_);
             const int64_t taken = shared_.ops->post_writes(shared_.ops->context, lane_, &writes_[next_write_], want);
             if (taken < 0) {
                 return taken;
@@ -69,12 +54,12 @@ int64_t Outbound::flush() {
             }
             next_write_ += static_cast<uint64_t>(taken);
             posted_ += static_cast<uint64_t>(taken);
-            if (next_signal_ == signals_.size() && static_cast<uint64_t>(taken) < want) {
+            if (next_signal_ == num_signals_ && static_cast<uint64_t>(taken) < want) {
                 break;
             }
         }
-        uint64_t ready = next_signal_;
-        while (ready < signals_.size() && signal_after_[ready] <= next_write_) {
+        uint64_t ready = next_write_ == num_writes_ ? num_signals_ : next_signal_;
+        while (ready < num_signals_ && signal_after_[ready] <= next_write_) {
             ++ready;
         }
         const uint64_t want = std::min(ready - next_signal_, depth - posted_);
@@ -92,29 +77,14 @@ int64_t Outbound::flush() {
             if (static_cast<uint64_t>(taken) < want) {
                 break;
             }
-        } else if (next_write_ < writes_.size()) {
+        } else if (next_write_ < num_writes_) {
             break;  // the transport took fewer writes, and no signal may go before them
         }
     }
     if (!staged()) {
-        writes_.clear();
-        signals_.clear();
-        signal_after_.clear();
-        next_write_ = 0;
-        next_signal_ = 0;
+        num_writes_ = num_signals_ = next_write_ = next_signal_ = 0;
     }
     return 0;
-}
-
-const Op *Outbound::complete(uint64_t token) {
-    if (token >= ops_.size() || !ops_[token].in_use) {
-        return nullptr;
-    }
-    completed_ = ops_[token];
-    ops_[token].in_use = false;
-    free_.push_back(static_cast<uint32_t>(token));
-    --posted_;
-    return &completed_;
 }
 
 }  // namespace uccl_ep

@@ -23,6 +23,7 @@ enum class OpKind : uint8_t {
 struct Op {
     OpKind kind = OpKind::kCommand;
     bool last = false;        // the write (with the commands merged into it) ends its message
+    bool in_use = false;
     uint32_t peer = 0;
     uint32_t ring = 0;
     uint32_t commands = 0;    // of that ring, from first_ticket on, that wait for this completion
@@ -31,7 +32,6 @@ struct Op {
     uint64_t first_ticket = 0;
     uint64_t bytes = 0;
     uint64_t value = 0;       // message number
-    bool in_use = false;
 };
 
 class Outbound {
@@ -41,13 +41,50 @@ class Outbound {
     Outbound(EngineShared &shared, uint32_t lane, ProxyStats &stats);
 
     // Room for this many more writes and as many signals.
-    bool room(uint64_t operations) const { return free_.size() >= operations; }
-    bool staged() const { return next_write_ < writes_.size() || next_signal_ < signals_.size(); }
-    uint64_t outstanding() const { return ops_.size() - free_.size(); }  // staged or posted
+    bool room(uint64_t operations) const { return num_free_ >= operations; }
+    bool staged() const { return next_write_ < num_writes_ || next_signal_ < num_signals_; }
+    uint64_t outstanding() const { return ops_.size() - num_free_; }  // staged or posted
     uint64_t posted() const { return posted_; }
 
-    void write(uccl_ep_write write, const Op &op);
-    void signal(uccl_ep_signal signal, const Op &op);
+    // A write and its record, at the places where they stay, so that the hot path copies neither. The
+    // caller sets every field but the token before the next flush().
+    struct Staged {
+        uccl_ep_write *write = nullptr;
+        Op *op = nullptr;
+    };
+    Staged stage(const Op &op) {
+        Staged staged{&writes_[num_writes_++], nullptr};
+        staged.write->token = take(op);
+        staged.op = &ops_[staged.write->token];
+        return staged;
+    }
+    // Take back the write staged last.
+    void unstage() {
+        const uint64_t token = writes_[--num_writes_].token;
+        ops_[token].in_use = false;
+        free_[num_free_++] = static_cast<uint32_t>(token);
+    }
+    void write(uccl_ep_write write, const Op &op) {
+        write.token = take(op);
+        writes_[num_writes_++] = write;
+    }
+    // Signals hold absolute values: where the one staged last was not posted yet and has the same key, the
+    // new value takes its place behind the new writes. False: it became an operation of its own.
+    bool signal(uint64_t remote_offset, const Op &op) {
+        if (num_signals_ > next_signal_) {
+            uccl_ep_signal &before = signals_[num_signals_ - 1];
+            Op &record = ops_[before.token];
+            if (record.key == op.key) {
+                record.value = before.value = op.value;
+                signal_after_[num_signals_ - 1] = num_writes_;
+                return true;
+            }
+        }
+        const uint64_t token = take(op);
+        signal_after_[num_signals_] = num_writes_;
+        signals_[num_signals_++] = uccl_ep_signal{op.peer, UCCL_EP_REGION_CONTROL, remote_offset, op.value, token};
+        return false;
+    }
 
     // Post what the transport takes now, in order. Negative errno where it broke.
     int64_t flush();
@@ -55,27 +92,41 @@ class Outbound {
     void trace(TraceRecorder *recorder) { trace_ = recorder; }
     // Whose turn it is: the rank to blame when flush() fails.
     uint32_t next_peer() const {
-        return next_write_ < writes_.size()     ? writes_[next_write_].peer
-               : next_signal_ < signals_.size() ? signals_[next_signal_].peer
-                                                : shared_.rank;
+        return next_write_ < num_writes_     ? writes_[next_write_].peer
+               : next_signal_ < num_signals_ ? signals_[next_signal_].peer
+                                             : shared_.rank;
     }
-    // The record of a completion, its token freed; nullptr for a token that is none.
-    const Op *complete(uint64_t token);
+    // The record of a completion, valid until release(); nullptr for a token that is none.
+    const Op *find(uint64_t token) const {
+        return token < ops_.size() && ops_[token].in_use ? &ops_[token] : nullptr;
+    }
+    void release(uint64_t token) {
+        ops_[token].in_use = false;
+        free_[num_free_++] = static_cast<uint32_t>(token);
+        --posted_;
+    }
 
   private:
-    uint64_t take(const Op &op);
+    uint32_t take(const Op &op) {
+        const uint32_t index = free_[--num_free_];
+        ops_[index] = op;
+        ops_[index].in_use = true;
+        return index;
+    }
     void trace_writes(uint64_t first, uint64_t count);
     void trace_signals(uint64_t first, uint64_t count);
 
     EngineShared &shared_;
     uint32_t lane_;
     ProxyStats &stats_;
-    std::vector<Op> ops_;
-    std::vector<uint32_t> free_;
-    Op completed_;
+    std::vector<Op> ops_;         // by token
+    std::vector<uint32_t> free_;  // tokens, the first num_free_
     std::vector<uccl_ep_write> writes_;
     std::vector<uccl_ep_signal> signals_;
     std::vector<uint64_t> signal_after_;  // writes staged before the signal
+    uint64_t num_free_ = 0;
+    uint64_t num_writes_ = 0;
+    uint64_t num_signals_ = 0;
     uint64_t next_write_ = 0;
     uint64_t next_signal_ = 0;
     uint64_t posted_ = 0;

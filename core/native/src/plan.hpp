@@ -27,14 +27,18 @@ class Plan {
 
     virtual ~Plan() = default;
 
-    // May a write or an empty end of message be staged now? False: later (a window is full).
+    // May a write or an empty end of message be staged now? False: later (a window is full). Not asked
+    // where windowed() is false.
     virtual bool admit(uint32_t peer, uint32_t key, uint64_t value) = 0;
-    // Stage a write of payload. `op.last`: it ends its message.
-    virtual void write(const uccl_ep_write &write, const Op &op) = 0;
+    virtual bool windowed() const { return true; }
+    // Complete a write of payload that is the last one staged. `op.last`: it ends its message.
+    virtual void write(uccl_ep_write &write, const Op &op) = 0;
     // Stage the end of a message that has no more bytes.
     virtual void end(const Op &op) = 0;
-    // A write or an operation of the plan's own has completed without error.
+    // A write or an operation of the plan's own has completed without error. Not told where
+    // follows_completions() is false.
     virtual void completed(const Op &op) = 0;
+    virtual bool follows_completions() const { return true; }
     // Look for arrivals and for work put off; returns how much was done.
     virtual uint64_t poll() = 0;
     // About once a millisecond.

@@ -39,7 +39,18 @@ Proxy::Proxy(std::shared_ptr<EngineShared> shared, uint32_t lane)
       outbound_(*shared_, lane, stats_),
       plan_(make_plan(*shared_, lane, outbound_, stats_)),
       notices_(*shared_, lane, outbound_, stats_),
-      completions_(kCompletionsPerPoll) {
+      completions_(kCompletionsPerPoll),
+      names_(shared_->signal_names.data()),
+      senders_(shared_->sender_signals.data()),
+      is_remote_(shared_->is_remote.data()),
+      data_bytes_(shared_->data_bytes),
+      alignment_(shared_->limits.alignment),
+      num_ranks_(shared_->layout.num_ranks),
+      num_signals_(shared_->layout.num_signals()),
+      outbox_entries_(shared_->layout.outbox_entries()),
+      batch_(shared_->options.batch),
+      windowed_(plan_->windowed()),
+      follows_completions_(plan_->follows_completions()) {
     for (uint32_t ring = lane; ring < shared_->channel->num_rings(); ring += shared_->num_proxies) {
         rings_.emplace_back(*shared_->channel, ring);
     }
@@ -82,31 +93,28 @@ void Proxy::lane_broke(int64_t error, uint32_t peer, const char *what) {
 }
 
 // Everything a kernel could get wrong, before a byte moves. The rank at fault is this one.
-bool Proxy::check(const Command &command) {
-    const Layout &layout = shared_->layout;
-    const uint64_t alignment = shared_->limits.alignment;
+bool Proxy::check(const Command &command, uint32_t *key) {
     const char *wrong = nullptr;
     if (command.operation != Operation::kWrite && command.operation != Operation::kWriteSignal) {
         wrong = "unknown operation";
-    } else if (command.peer >= layout.num_ranks || shared_->is_remote[command.peer] == 0) {
+    } else if (command.peer >= num_ranks_ || is_remote_[command.peer] == 0) {
         wrong = "no rank that is reached through the transport";
     } else if (command.bytes > kMaxWriteBytes) {
         wrong = "more than 16 MiB in one command";
-    } else if (command.local_offset > shared_->data_bytes ||
-               command.bytes > shared_->data_bytes - command.local_offset) {
+    } else if (command.local_offset > data_bytes_ || command.bytes > data_bytes_ - command.local_offset) {
         wrong = "source outside the data window";
-    } else if (command.remote_offset > shared_->data_bytes ||
-               command.bytes > shared_->data_bytes - command.remote_offset) {
+    } else if (command.remote_offset > data_bytes_ || command.bytes > data_bytes_ - command.remote_offset) {
         wrong = "target outside the data window";
-    } else if (command.signal >= layout.num_signals()) {
+    } else if (command.signal >= num_signals_) {
         wrong = "no such signal";
-    } else if (shared_->signal_writer(command.signal) != shared_->rank) {
+    } else if (names_[command.signal].writer != shared_->rank) {
         wrong = "a signal that another rank writes";
-    } else if (alignment > 1 && (command.bytes % alignment | command.local_offset % alignment |
-                                 command.remote_offset % alignment) != 0) {
+    } else if (alignment_ > 1 && (command.bytes % alignment_ | command.local_offset % alignment_ |
+                                  command.remote_offset % alignment_) != 0) {
         wrong = "not aligned as the transport needs";
     } else {
-        SenderSignal &signal = shared_->sender_signals[shared_->key(command.peer, command.signal)];
+        *key = command.peer * outbox_entries_ + names_[command.signal].entry;
+        SenderSignal &signal = senders_[*key];
         uint8_t owner = signal.owner.load(std::memory_order_relaxed);
         if (owner == 0) {
             signal.owner.compare_exchange_strong(owner, static_cast<uint8_t>(lane_ + 1));
@@ -122,14 +130,18 @@ bool Proxy::check(const Command &command) {
             return true;
         }
     }
+    refuse(command, wrong);
+    return false;
+}
+
+[[gnu::cold, gnu::noinline]] void Proxy::refuse(const Command &command, const char *wrong) {
     fail(Fault{shared_->rank, Reason::kBadCommand, command.signal, shared_->data_bytes, command.remote_offset,
                std::string("command refused: ") + wrong + " (operation " +
                    std::to_string(static_cast<uint32_t>(command.operation)) + ", peer " + std::to_string(command.peer) +
                    ", " + std::to_string(command.bytes) + " bytes from " + std::to_string(command.local_offset) +
                    " to " + std::to_string(command.remote_offset) + " of windows of " +
                    std::to_string(shared_->data_bytes) + " bytes, signal " + std::to_string(command.signal) + " of " +
-                   std::to_string(layout.num_signals()) + ", value " + std::to_string(command.value) + ")"});
-    return false;
+                   std::to_string(num_signals_) + ", value " + std::to_string(command.value) + ")"});
 }
 
 bool Proxy::under_caps(uint32_t peer, uint64_t bytes) const {
@@ -157,84 +169,97 @@ void Proxy::charge(uint32_t peer, uint64_t bytes, bool add) {
 void Proxy::seal() {
     if (have_open_) {
         have_open_ = false;
-        stats_.writes.add(1);
-        stats_.bytes.add(open_write_.bytes);
-        plan_->write(open_write_, open_op_);
+        tally_.writes += 1;
+        tally_.bytes += open_.write->bytes;
+        plan_->write(*open_.write, *open_.op);
     }
 }
 
+// Pop the next command. False: there is none, or it was refused.
+inline bool Proxy::begin(RingReader &ring) {
+    if (!ring.peek(&ring.current) || !check(ring.current, &ring.key)) {
+        return false;
+    }
+    ring.begun = true;
+    ring.done = 0;
+    ring.begin();
+    tally_.commands += 1;
+    if (trace_ != nullptr) {
+        ring.trace_pop(*trace_);
+    }
+    return true;
+}
+
+// Stage the next `piece` bytes of the ring's command as a write of their own.
+inline bool Proxy::open(RingReader &ring, uint64_t piece, bool last) {
+    const Command &command = ring.current;
+    seal();
+    if (!outbound_.room(2 * Plan::kOperationsPerCommand) || !under_caps(command.peer, piece) ||
+        (windowed_ && !plan_->admit(command.peer, ring.key, command.value))) {
+        return false;
+    }
+    Op op;
+    op.last = last;
+    op.peer = command.peer;
+    op.ring = static_cast<uint32_t>(&ring - rings_.data());
+    op.signal = command.signal;
+    op.key = ring.key;
+    op.value = command.value;
+    if (piece == 0) {
+        plan_->end(op);
+        return true;
+    }
+    op.commands = 1;
+    op.first_ticket = ring.ticket();
+    op.bytes = piece;
+    open_ = outbound_.stage(op);
+    uccl_ep_write &write = *open_.write;
+    write.peer = command.peer;
+    write.flags = 0;
+    write.local_region = UCCL_EP_REGION_DATA;
+    write.remote_region = UCCL_EP_REGION_DATA;
+    write.local_offset = command.local_offset + ring.done;
+    write.remote_offset = command.remote_offset + ring.done;
+    write.bytes = piece;
+    write.immediate = 0;
+    have_open_ = true;
+    ring.add_write(ring.ticket());
+    charge(command.peer, piece, true);
+    if (ring.done != 0) {
+        stats_.split.add(1);
+    }
+    return true;
+}
+
 bool Proxy::stage(RingReader &ring) {
-    if (!ring.begun) {
-        if (!ring.peek(&ring.current) || !check(ring.current)) {
-            return false;
-        }
-        ring.key = shared_->key(ring.current.peer, ring.current.signal);
-        ring.begun = true;
-        ring.done = 0;
-        ring.begin();
-        stats_.commands.add(1);
-        if (trace_ != nullptr) {
-            ring.trace_pop(*trace_);
-        }
+    if (!ring.begun && !begin(ring)) {
+        return false;
     }
     const Command &command = ring.current;
-    const uint32_t ring_slot = static_cast<uint32_t>(&ring - rings_.data());
     const uint64_t piece = std::min(command.bytes - ring.done, max_write_);
     const bool ends_command = ring.done + piece == command.bytes;
     const bool last = ends_command && command.operation == Operation::kWriteSignal;
-    const uint32_t key = ring.key;
-    const bool same_message = have_open_ && !open_op_.last && open_op_.key == key && open_op_.value == command.value;
+    const bool same_message = have_open_ && !open_.op->last && open_.op->key == ring.key &&
+                              open_.op->value == command.value;
 
     if (same_message && piece == 0) {
-        open_op_.last = last;
+        open_.op->last = last;
     } else if (piece == 0 && !last) {
         // A write of nothing that ends nothing.
-    } else if (same_message && ring.done == 0 && open_op_.ring == ring_slot &&
-               open_op_.first_ticket + open_op_.commands == ring.ticket() &&
-               open_write_.local_offset + open_write_.bytes == command.local_offset &&
-               open_write_.remote_offset + open_write_.bytes == command.remote_offset &&
-               open_write_.bytes + piece <= max_write_ && under_caps(command.peer, piece)) {
-        open_write_.bytes += piece;
-        open_op_.bytes += piece;
-        open_op_.commands += 1;
-        open_op_.last = last;
+    } else if (same_message && ring.done == 0 && &rings_[open_.op->ring] == &ring &&
+               open_.op->first_ticket + open_.op->commands == ring.ticket() &&
+               open_.write->local_offset + open_.write->bytes == command.local_offset &&
+               open_.write->remote_offset + open_.write->bytes == command.remote_offset &&
+               open_.write->bytes + piece <= max_write_ && under_caps(command.peer, piece)) {
+        open_.write->bytes += piece;
+        open_.op->bytes += piece;
+        open_.op->commands += 1;
+        open_.op->last = last;
         ring.add_write(ring.ticket());
         charge(command.peer, piece, true);
-        stats_.merged.add(1);
-    } else {
-        seal();
-        if (!outbound_.room(2 * Plan::kOperationsPerCommand) || !under_caps(command.peer, piece) ||
-            !plan_->admit(command.peer, key, command.value)) {
-            return false;
-        }
-        Op op;
-        op.last = last;
-        op.peer = command.peer;
-        op.ring = ring_slot;
-        op.signal = command.signal;
-        op.key = key;
-        op.value = command.value;
-        if (piece == 0) {
-            plan_->end(op);
-        } else {
-            op.commands = 1;
-            op.first_ticket = ring.ticket();
-            op.bytes = piece;
-            open_op_ = op;
-            open_write_ = uccl_ep_write{};
-            open_write_.peer = command.peer;
-            open_write_.local_region = UCCL_EP_REGION_DATA;
-            open_write_.remote_region = UCCL_EP_REGION_DATA;
-            open_write_.local_offset = command.local_offset + ring.done;
-            open_write_.remote_offset = command.remote_offset + ring.done;
-            open_write_.bytes = piece;
-            have_open_ = true;
-            ring.add_write(ring.ticket());
-            charge(command.peer, piece, true);
-            if (ring.done != 0) {
-                stats_.split.add(1);
-            }
-        }
+        tally_.merged += 1;
+    } else if (!open(ring, piece, last)) {
+        return false;
     }
     ring.done += piece;
     if (ends_command) {
@@ -246,7 +271,7 @@ bool Proxy::stage(RingReader &ring) {
 
 uint64_t Proxy::drain(RingReader &ring) {
     uint64_t done = 0;
-    while (done < shared_->options.batch && stage(ring)) {
+    while (done < batch_ && stage(ring)) {
         ++done;
     }
     if (trace_ != nullptr && ring.empty()) {
@@ -267,7 +292,7 @@ uint64_t Proxy::poll_completions() {
     }
     for (int64_t i = 0; i < count; ++i) {
         const uccl_ep_completion &completion = completions_[static_cast<uint64_t>(i)];
-        const Op *op = outbound_.complete(completion.token);
+        const Op *op = outbound_.find(completion.token);
         if (op == nullptr) {
             fail(Fault{shared_->rank, Reason::kTransport, 0, 0, completion.token,
                        "the transport completed token " + std::to_string(completion.token) +
@@ -276,6 +301,7 @@ uint64_t Proxy::poll_completions() {
         }
         if (op->kind == OpKind::kNotice || op->kind == OpKind::kVerdict) {
             notices_.completed(*op);  // best effort: an error says no more than the peer's state does
+            outbound_.release(completion.token);
             continue;
         }
         if (op->kind == OpKind::kCommand) {
@@ -291,9 +317,10 @@ uint64_t Proxy::poll_completions() {
                 lane_broke(completion.status, op->peer, "a write failed");
                 broken_ = false;  // other peers of the lane may still take verdicts
             }
-        } else {
+        } else if (follows_completions_) {
             plan_->completed(*op);
         }
+        outbound_.release(completion.token);
     }
     stats_.completions.add(static_cast<uint64_t>(count));
     return static_cast<uint64_t>(count);
@@ -320,6 +347,11 @@ uint64_t Proxy::pass() {
                 done += drain(ring);
             }
             seal();
+            stats_.commands.add(tally_.commands);
+            stats_.writes.add(tally_.writes);
+            stats_.merged.add(tally_.merged);
+            stats_.bytes.add(tally_.bytes);
+            tally_ = {};
         }
         if (const Fault *fault = plan_->fault()) {
             fail(*fault);

@@ -32,7 +32,10 @@ class Proxy {
     uint64_t poll_completions();
     uint64_t drain(RingReader &ring);
     bool stage(RingReader &ring);  // one step of the ring's current command; false: not now
-    bool check(const Command &command);
+    bool begin(RingReader &ring);
+    bool open(RingReader &ring, uint64_t piece, bool last);
+    bool check(const Command &command, uint32_t *key);
+    void refuse(const Command &command, const char *wrong);
     bool under_caps(uint32_t peer, uint64_t bytes) const;
     void charge(uint32_t peer, uint64_t bytes, bool add);
     void seal();
@@ -54,9 +57,23 @@ class Proxy {
     uint64_t max_write_;      // bytes
     uint64_t cap_peer_;
     bool capped_;
-    bool have_open_ = false;  // the write that the next command may still join
-    uccl_ep_write open_write_{};
-    Op open_op_{};
+    bool have_open_ = false;   // the write that the next command may still join: staged, not sealed
+    Outbound::Staged open_{};
+    struct {
+        uint64_t commands, writes, merged, bytes;
+    } tally_{};                // of this pass, on its way to stats_
+    // Of `shared_`, which checks and staging look at for every command.
+    const EngineShared::SignalName *names_;
+    SenderSignal *senders_;
+    const uint8_t *is_remote_;
+    uint64_t data_bytes_;
+    uint64_t alignment_;
+    uint32_t num_ranks_;
+    uint32_t num_signals_;
+    uint32_t outbox_entries_;
+    uint32_t batch_;
+    bool windowed_;
+    bool follows_completions_;
     uint64_t last_tick_ns_ = 0;
     bool broken_ = false;     // the lane failed: the transport is not called on it any more
     bool drained_told_ = false;

@@ -378,10 +378,29 @@ TEST(contiguous_commands_of_a_message_merge_and_no_others) {
     proxy.pass();
     CHECK_EQ(proxy.stats().writes.get(), 4u);
     CHECK_EQ(proxy.stats().merged.get(), 9u);
-    CHECK_EQ(proxy.stats().native_signals.get(), 3u);
+    // All three messages were staged before one was signalled: the newest value says it for all.
+    CHECK_EQ(proxy.stats().native_signals.get(), 1u);
+    CHECK_EQ(proxy.stats().coalesced_signals.get(), 2u);
     CHECK_EQ(proxy.stats().bytes.get(), 13 * 64u);
     CHECK_EQ(StdAtomics::load_acquire_system(host.shared->channel->view(0).completed), 13u);
     CHECK(proxy.idle());
+}
+
+TEST(signals_coalesce_with_their_own_kind_only) {
+    NullTransport network(1, 256);
+    Host host(0, test_layout(2, 4), network.ops(), PlanKind::kNative, all_promises(), 1, 1, 64);
+    host.engine = std::make_unique<Engine>(host.shared);
+    uint64_t values[4] = {};
+    for (const uint32_t channel : {0u, 0u, 1u, 0u, 1u, 1u, 1u, 2u}) {
+        host.push(0, Command{Operation::kWriteSignal, 1, host.data_signal(0, channel), 64, 0, 0, ++values[channel]});
+    }
+    Proxy &proxy = *host.engine->proxies()[0];
+    proxy.pass();
+    CHECK_EQ(proxy.stats().native_signals.get(), 5u);  // 2 of channel 0, 1, 0, 3 of channel 1, 2
+    CHECK_EQ(proxy.stats().coalesced_signals.get(), 3u);
+    proxy.pass();
+    CHECK(proxy.idle());
+    CHECK_EQ(proxy.stats().completions.get(), 8u + 5u);
 }
 
 TEST(an_engine_refuses_what_it_cannot_run) {

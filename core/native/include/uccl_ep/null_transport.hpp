@@ -1,6 +1,7 @@
 // A transport that moves nothing: every post completes at once. For measuring and testing the proxy.
 #pragma once
 
+#include <bit>
 #include <memory>
 #include <vector>
 
@@ -10,10 +11,10 @@ namespace uccl_ep {
 
 class NullTransport {
   public:
-    NullTransport(uint32_t lanes, uint64_t depth) : depth_(depth) {
+    NullTransport(uint32_t lanes, uint64_t depth) : depth_(depth), mask_(std::bit_ceil(depth) - 1) {
         for (uint32_t i = 0; i < lanes; ++i) {
             lanes_.push_back(std::make_unique<Lane>());
-            lanes_.back()->done.resize(depth);
+            lanes_.back()->done.resize(mask_ + 1);
         }
         ops_ = uccl_ep_transport_ops{
             UCCL_EP_TRANSPORT_MAGIC,
@@ -50,7 +51,7 @@ class NullTransport {
         const uint64_t room = depth_ - (lane.tail - lane.head);
         const uint64_t taken = count < room ? count : room;
         for (uint64_t i = 0; i < taken; ++i) {
-            lane.done[lane.tail++ % depth_] = uccl_ep_completion{requests[i].token, requests[i].peer, 0};
+            lane.done[lane.tail++ & mask_] = uccl_ep_completion{requests[i].token, requests[i].peer, 0};
         }
         return static_cast<int64_t>(taken);
     }
@@ -58,12 +59,13 @@ class NullTransport {
         Lane &lane = *lanes_[index];
         uint64_t count = 0;
         while (count < capacity && lane.head != lane.tail) {
-            out[count++] = lane.done[lane.head++ % depth_];
+            out[count++] = lane.done[lane.head++ & mask_];
         }
         return static_cast<int64_t>(count);
     }
 
     uint64_t depth_;
+    uint64_t mask_;  // of the places, a power of two: a division would cost more than the rest
     std::vector<std::unique_ptr<Lane>> lanes_;
     uccl_ep_transport_ops ops_;
 };
