@@ -25,19 +25,6 @@ struct WithoutGil {
     }
 };
 
-PlanKind plan_kind(const std::string &name) {
-    if (name == "native") {
-        return PlanKind::kNative;
-    }
-    if (name == "counted") {
-        return PlanKind::kCounted;
-    }
-    if (name == "fenced") {
-        return PlanKind::kFenced;
-    }
-    throw std::invalid_argument("ordering plan '" + name + "' is unknown: use native, counted or fenced");
-}
-
 TransportLimits limits_of(const py::object &capabilities) {
     TransportLimits limits;
     limits.imm_bits = capabilities.attr("imm_bits").cast<uint32_t>();
@@ -133,6 +120,19 @@ py::dict stats_of(const Engine &engine) {
 }
 
 }  // namespace
+
+PlanKind plan_kind(const std::string &name) {
+    if (name == "native") {
+        return PlanKind::kNative;
+    }
+    if (name == "counted") {
+        return PlanKind::kCounted;
+    }
+    if (name == "fenced") {
+        return PlanKind::kFenced;
+    }
+    throw std::invalid_argument("ordering plan '" + name + "' is unknown: use native, counted or fenced");
+}
 
 void bind_engine(py::module_ &module) {
     py::class_<Verdict>(module, "Verdict", "Which rank failed, and what the reporting rank saw.")

@@ -6,4 +6,5 @@ PYBIND11_MODULE(_native, module) {
     uccl_ep::bind_memory(module);
     uccl_ep::bind_engine(module);
     uccl_ep::bind_python_ops(module);
+    uccl_ep::bind_benchmarks(module);
 }

@@ -174,12 +174,14 @@ class CountedPlan final : public Plan {
 
     // A write of no bytes.
     void send(const Op &op) {
-        uccl_ep_write write{};
-        write.peer = op.peer;
-        write.local_region = UCCL_EP_REGION_DATA;
-        write.remote_region = UCCL_EP_REGION_DATA;
-        if (announce(write, op)) {
-            outbound_.write(write, op);
+        const Outbound::Staged staged = outbound_.stage();
+        staged.write->peer = op.peer;
+        staged.write->local_region = UCCL_EP_REGION_DATA;
+        staged.write->remote_region = UCCL_EP_REGION_DATA;
+        *staged.op = op;
+        staged.op->in_use = true;
+        if (!announce(*staged.write, op)) {
+            outbound_.unstage();
         }
     }
 
@@ -259,18 +261,9 @@ class CountedPlan final : public Plan {
         state.told = state.polled;
         const uint64_t local = shared_.layout.notice_outbox_offset(peer) + credit_field();
         StdAtomics::store_release_system(shared_.word(local), state.told);
-        uccl_ep_write write{};
-        write.peer = peer;
-        write.flags = shared_.limits.placement_proof ? UCCL_EP_WRITE_FENCED : 0;
-        write.local_region = UCCL_EP_REGION_CONTROL;
-        write.remote_region = UCCL_EP_REGION_CONTROL;
-        write.local_offset = local;
-        write.remote_offset = shared_.layout.notice_offset(shared_.rank) + credit_field();
-        write.bytes = 8;
-        Op op;
-        op.kind = OpKind::kCredit;
-        op.peer = peer;
-        outbound_.write(write, op);
+        outbound_.stage_control(OpKind::kCredit, peer, local,
+                                shared_.layout.notice_offset(shared_.rank) + credit_field(), 8,
+                                shared_.limits.placement_proof);
         state.credit_in_flight = true;
         stats_.emulated_credits.add(1);
     }

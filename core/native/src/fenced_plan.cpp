@@ -91,21 +91,11 @@ class FencedPlan final : public Plan {
     void post(uint32_t key, const Signal &signal, uint64_t value) {
         const uint64_t local = shared_.layout.outbox_offset(signal.peer, shared_.signal_entry(signal.index));
         StdAtomics::store_release_system(shared_.word(local), value);
-        uccl_ep_write write{};
-        write.peer = signal.peer;
-        write.flags = UCCL_EP_WRITE_FENCED;
-        write.local_region = UCCL_EP_REGION_CONTROL;
-        write.remote_region = UCCL_EP_REGION_CONTROL;
-        write.local_offset = local;
-        write.remote_offset = shared_.layout.signal_offset(signal.index);
-        write.bytes = 8;
-        Op op;
-        op.kind = OpKind::kSignalWrite;
-        op.peer = signal.peer;
+        Op &op = outbound_.stage_control(OpKind::kSignalWrite, signal.peer, local,
+                                         shared_.layout.signal_offset(signal.index), 8, true);
         op.signal = signal.index;
         op.key = key;
         op.value = value;
-        outbound_.write(write, op);
         stats_.emulated_signal_writes.add(1);
     }
 

@@ -6,8 +6,7 @@ namespace {
 
 class NativePlan final : public Plan {
   public:
-    NativePlan(EngineShared &shared, Outbound &outbound, ProxyStats &stats)
-        : shared_(shared), outbound_(outbound), stats_(stats) {}
+    NativePlan(Outbound &outbound, ProxyStats &stats) : outbound_(outbound), stats_(stats) {}
 
     bool admit(uint32_t, uint32_t, uint64_t) override { return true; }
     bool windowed() const override { return false; }
@@ -17,13 +16,7 @@ class NativePlan final : public Plan {
         }
     }
     void end(const Op &op) override {
-        Op signal;
-        signal.kind = OpKind::kSignal;
-        signal.peer = op.peer;
-        signal.signal = op.signal;
-        signal.key = op.key;
-        signal.value = op.value;
-        if (outbound_.signal(shared_.layout.signal_offset(op.signal), signal)) {
+        if (outbound_.signal(op.peer, op.signal, op.key, op.value)) {
             stats_.coalesced_signals.add(1);
         }
     }
@@ -32,15 +25,14 @@ class NativePlan final : public Plan {
     uint64_t poll() override { return 0; }
 
   private:
-    EngineShared &shared_;
     Outbound &outbound_;
     ProxyStats &stats_;
 };
 
 }  // namespace
 
-std::unique_ptr<Plan> make_native_plan(EngineShared &shared, uint32_t, Outbound &outbound, ProxyStats &stats) {
-    return std::make_unique<NativePlan>(shared, outbound, stats);
+std::unique_ptr<Plan> make_native_plan(EngineShared &, uint32_t, Outbound &outbound, ProxyStats &stats) {
+    return std::make_unique<NativePlan>(outbound, stats);
 }
 
 }  // namespace uccl_ep

@@ -60,17 +60,8 @@ void Notices::forward_verdicts() {
                 continue;
             }
             // The entry itself is the source: it never changes once written.
-            uccl_ep_write write{};
-            write.peer = peer;
-            write.local_region = UCCL_EP_REGION_CONTROL;
-            write.remote_region = UCCL_EP_REGION_CONTROL;
-            write.local_offset = Layout::verdict_offset(reporter);
-            write.remote_offset = Layout::verdict_offset(reporter);
-            write.bytes = sizeof(Verdict);
-            Op op;
-            op.kind = OpKind::kVerdict;
-            op.peer = peer;
-            outbound_.write(write, op);
+            const uint64_t offset = Layout::verdict_offset(reporter);
+            outbound_.stage_control(OpKind::kVerdict, peer, offset, offset, sizeof(Verdict), false);
             stats_.verdicts_forwarded.add(1);
             ++in_flight_;
         }
@@ -102,18 +93,9 @@ void Notices::watch_states() {
 void Notices::tell(uint32_t peer, uint64_t field, uint64_t value) {
     const uint64_t local = shared_.layout.notice_outbox_offset(peer) + field;
     StdAtomics::store_release_system(shared_.word(local), value);
-    uccl_ep_write write{};
-    write.peer = peer;
-    write.local_region = UCCL_EP_REGION_CONTROL;
-    write.remote_region = UCCL_EP_REGION_CONTROL;
-    write.local_offset = local;
-    write.remote_offset = shared_.layout.notice_offset(shared_.rank) + field;
-    write.bytes = 8;
-    Op op;
-    op.kind = OpKind::kNotice;
-    op.peer = peer;
+    Op &op = outbound_.stage_control(OpKind::kNotice, peer, local, shared_.layout.notice_offset(shared_.rank) + field,
+                                     8, false);
     op.value = field;
-    outbound_.write(write, op);
     ++in_flight_;
 }
 

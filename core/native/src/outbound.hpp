@@ -46,17 +46,34 @@ class Outbound {
     uint64_t outstanding() const { return ops_.size() - num_free_; }  // staged or posted
     uint64_t posted() const { return posted_; }
 
-    // A write and its record, at the places where they stay, so that the hot path copies neither. The
-    // caller sets every field but the token before the next flush().
+    // A write and its record, to be filled where they stay, before the next flush(). All fields are zero
+    // but the token. Never fill a copy and assign it: reading fields back together right after they were
+    // stored one by one stalls for longer than all the rest of staging takes.
     struct Staged {
         uccl_ep_write *write = nullptr;
         Op *op = nullptr;
     };
-    Staged stage(const Op &op) {
-        Staged staged{&writes_[num_writes_++], nullptr};
-        staged.write->token = take(op);
-        staged.op = &ops_[staged.write->token];
-        return staged;
+    Staged stage() {
+        const uint32_t token = take();
+        uccl_ep_write &write = writes_[num_writes_++];
+        write = uccl_ep_write{};
+        write.token = token;
+        return {&write, &ops_[token]};
+    }
+    // A write within the control windows, whole.
+    Op &stage_control(OpKind kind, uint32_t peer, uint64_t local_offset, uint64_t remote_offset, uint64_t bytes,
+                      bool fenced) {
+        const Staged staged = stage();
+        staged.write->peer = peer;
+        staged.write->flags = fenced ? UCCL_EP_WRITE_FENCED : 0;
+        staged.write->local_region = UCCL_EP_REGION_CONTROL;
+        staged.write->remote_region = UCCL_EP_REGION_CONTROL;
+        staged.write->local_offset = local_offset;
+        staged.write->remote_offset = remote_offset;
+        staged.write->bytes = bytes;
+        staged.op->kind = kind;
+        staged.op->peer = peer;
+        return *staged.op;
     }
     // Take back the write staged last.
     void unstage() {
@@ -64,25 +81,32 @@ class Outbound {
         ops_[token].in_use = false;
         free_[num_free_++] = static_cast<uint32_t>(token);
     }
-    void write(uccl_ep_write write, const Op &op) {
-        write.token = take(op);
-        writes_[num_writes_++] = write;
-    }
     // Signals hold absolute values: where the one staged last was not posted yet and has the same key, the
     // new value takes its place behind the new writes. False: it became an operation of its own.
-    bool signal(uint64_t remote_offset, const Op &op) {
+    bool signal(uint32_t peer, uint32_t signal, uint32_t key, uint64_t value) {
         if (num_signals_ > next_signal_) {
             uccl_ep_signal &before = signals_[num_signals_ - 1];
             Op &record = ops_[before.token];
-            if (record.key == op.key) {
-                record.value = before.value = op.value;
+            if (record.key == key) {
+                record.value = before.value = value;
                 signal_after_[num_signals_ - 1] = num_writes_;
                 return true;
             }
         }
-        const uint64_t token = take(op);
+        const uint32_t token = take();
+        Op &op = ops_[token];
+        op.kind = OpKind::kSignal;
+        op.peer = peer;
+        op.signal = signal;
+        op.key = key;
+        op.value = value;
         signal_after_[num_signals_] = num_writes_;
-        signals_[num_signals_++] = uccl_ep_signal{op.peer, UCCL_EP_REGION_CONTROL, remote_offset, op.value, token};
+        uccl_ep_signal &staged = signals_[num_signals_++];
+        staged.peer = peer;
+        staged.remote_region = UCCL_EP_REGION_CONTROL;
+        staged.remote_offset = shared_.layout.signal_offset(signal);
+        staged.value = value;
+        staged.token = token;
         return false;
     }
 
@@ -97,9 +121,7 @@ class Outbound {
                                              : shared_.rank;
     }
     // The record of a completion, valid until release(); nullptr for a token that is none.
-    const Op *find(uint64_t token) const {
-        return token < ops_.size() && ops_[token].in_use ? &ops_[token] : nullptr;
-    }
+    const Op *find(uint64_t token) const { return token < ops_.size() && ops_[token].in_use ? &ops_[token] : nullptr; }
     void release(uint64_t token) {
         ops_[token].in_use = false;
         free_[num_free_++] = static_cast<uint32_t>(token);
@@ -107,11 +129,11 @@ class Outbound {
     }
 
   private:
-    uint32_t take(const Op &op) {
-        const uint32_t index = free_[--num_free_];
-        ops_[index] = op;
-        ops_[index].in_use = true;
-        return index;
+    uint32_t take() {
+        const uint32_t token = free_[--num_free_];
+        ops_[token] = Op{};
+        ops_[token].in_use = true;
+        return token;
     }
     void trace_writes(uint64_t first, uint64_t count);
     void trace_signals(uint64_t first, uint64_t count);

@@ -198,30 +198,36 @@ inline bool Proxy::open(RingReader &ring, uint64_t piece, bool last) {
         (windowed_ && !plan_->admit(command.peer, ring.key, command.value))) {
         return false;
     }
-    Op op;
-    op.last = last;
-    op.peer = command.peer;
-    op.ring = static_cast<uint32_t>(&ring - rings_.data());
-    op.signal = command.signal;
-    op.key = ring.key;
-    op.value = command.value;
+    const uint32_t ring_slot = static_cast<uint32_t>(&ring - rings_.data());
     if (piece == 0) {
+        Op op;
+        op.last = last;
+        op.peer = command.peer;
+        op.ring = ring_slot;
+        op.signal = command.signal;
+        op.key = ring.key;
+        op.value = command.value;
         plan_->end(op);
         return true;
     }
+    open_ = outbound_.stage();
+    Op &op = *open_.op;
+    op.last = last;
+    op.peer = command.peer;
+    op.ring = ring_slot;
     op.commands = 1;
+    op.signal = command.signal;
+    op.key = ring.key;
     op.first_ticket = ring.ticket();
     op.bytes = piece;
-    open_ = outbound_.stage(op);
+    op.value = command.value;
     uccl_ep_write &write = *open_.write;
     write.peer = command.peer;
-    write.flags = 0;
     write.local_region = UCCL_EP_REGION_DATA;
     write.remote_region = UCCL_EP_REGION_DATA;
     write.local_offset = command.local_offset + ring.done;
     write.remote_offset = command.remote_offset + ring.done;
     write.bytes = piece;
-    write.immediate = 0;
     have_open_ = true;
     ring.add_write(ring.ticket());
     charge(command.peer, piece, true);
@@ -239,8 +245,8 @@ bool Proxy::stage(RingReader &ring) {
     const uint64_t piece = std::min(command.bytes - ring.done, max_write_);
     const bool ends_command = ring.done + piece == command.bytes;
     const bool last = ends_command && command.operation == Operation::kWriteSignal;
-    const bool same_message = have_open_ && !open_.op->last && open_.op->key == ring.key &&
-                              open_.op->value == command.value;
+    const bool same_message =
+        have_open_ && !open_.op->last && open_.op->key == ring.key && open_.op->value == command.value;
 
     if (same_message && piece == 0) {
         open_.op->last = last;
