@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from uccl_ep.bench import records
+from uccl_ep.bench.channel import slower_than
 
 
 def test_bench_ep_writes_records_and_a_plot(tmp_path: Path) -> None:
@@ -29,6 +30,25 @@ def test_bench_ep_writes_records_and_a_plot(tmp_path: Path) -> None:
         assert rows[ours, gloo]["ratio"] == pytest.approx(rows[gloo, ""]["value"] / rows[ours, gloo]["value"])
         assert rows[ours, "memcpy of the received bytes"]["ratio"] > 0
     assert (tmp_path / "ep.png").stat().st_size > 10_000
+
+
+def test_bench_channel_writes_records_with_their_ceilings(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "uccl_ep.bench.channel", "--rounds", "1", "--laps", "5", "--require", "1"]
+    command += ["--json", str(tmp_path / "channel.json"), "--plot", str(tmp_path / "channel.png")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [records.Record(**r) for r in json.loads((tmp_path / "channel.json").read_text())]
+    through = [r for r in found if r.metric == "commands a proxy, uccl_ep"]
+    assert {plan for plan in ("native", "counted", "fenced") for r in through if plan in r.case} == {
+        "native",
+        "counted",
+        "fenced",
+    }
+    assert all(0 < r.ratio < 1 and r.baseline == "popped and decoded only" for r in through)
+    assert {(r.case, r.metric) for r in found} >= {(r.case, r.baseline) for r in found if r.baseline}
+    assert len([r for r in found if r.case.startswith("between two threads") and r.baseline]) == 3
+    assert (tmp_path / "channel.png").stat().st_size > 10_000
+    assert len(slower_than(found, 1e6)) == len(through)
 
 
 def test_bench_refuses_nonsense() -> None:

@@ -76,8 +76,8 @@ def show(records: Sequence[Record], console: Any = None) -> None:
         console.print(table)
 
 
-def plot(path: str | Path, records: Sequence[Record], title: str) -> None:
-    """Bars of all times, one panel per case; each bar carries its value.
+def plot(path: str | Path, records: Sequence[Record], title: str, unit: str = "us") -> None:
+    """Bars of all records of one unit, one panel per case; each bar carries its value. Times are drawn in ms.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed (``pip install uccl_ep[plot]``).
@@ -87,22 +87,28 @@ def plot(path: str | Path, records: Sequence[Record], title: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    cases = list(dict.fromkeys(r.case for r in records))
-    rows = max(len({r.metric for r in records if r.case == c and r.unit == "us"}) for c in cases)
+    times = unit == "us"
+    scale, name, better = (
+        (1000, "ms", "milliseconds, median (shorter is better)")
+        if times
+        else (1, unit, f"{unit}, median (longer is better)")
+    )
+    cases = list(dict.fromkeys(r.case for r in records if r.unit == unit))
+    rows = max(len({r.metric for r in records if r.case == c and r.unit == unit}) for c in cases)
     figure, axes = plt.subplots(
         len(cases), 1, figsize=(9, 1.1 + (0.9 + 0.36 * rows) * len(cases)), squeeze=False, layout="constrained"
     )
     for ax, case in zip(axes[:, 0], cases, strict=True):
         # One bar per metric, and what belongs together side by side: "dispatch, uccl_ep", "dispatch, gloo".
-        times = {r.metric: r for r in records if r.case == case and r.unit == "us"}
-        starts = list(dict.fromkeys(metric.partition(",")[0] for metric in times))
-        shown = sorted(times.values(), key=lambda r: starts.index(r.metric.partition(",")[0]), reverse=True)
+        bars_of = {r.metric: r for r in records if r.case == case and r.unit == unit}
+        starts = list(dict.fromkeys(metric.partition(",")[0] for metric in bars_of))
+        shown = sorted(bars_of.values(), key=lambda r: starts.index(r.metric.partition(",")[0]), reverse=True)
         colors = ["#1f6f8b" if "uccl_ep" in r.metric else "#b8b8b8" for r in shown]
-        bars = ax.barh([r.metric for r in shown], [r.value / 1000 for r in shown], color=colors)
-        ax.bar_label(bars, [f"{r.value / 1000:.2f} ms" for r in shown], padding=4, fontsize=9)
+        bars = ax.barh([r.metric for r in shown], [r.value / scale for r in shown], color=colors)
+        ax.bar_label(bars, [f"{r.value / scale:.2f} {name}" for r in shown], padding=4, fontsize=9)
         ax.set_title(case, loc="left", fontsize=10)
         ax.margins(x=0.16)
-        ax.set_xlabel("milliseconds, median (shorter is better)", fontsize=9)
+        ax.set_xlabel(better, fontsize=9)
         ax.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{title}\n{records[0].machine}", fontsize=11, x=0.01, ha="left")
     figure.savefig(path, dpi=150)

@@ -29,7 +29,7 @@ uint64_t cpu_ns() {
 class Patience {
   public:
     bool operator()() {
-        if (++looks_ % 4096 == 0) {
+        if (++looks_ % 256 == 0) {
             sched_yield();
             if (now_ns() > end_) {
                 throw std::runtime_error("the other side of the ring did not move for a minute");
