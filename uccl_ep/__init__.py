@@ -24,6 +24,8 @@ from uccl_ep_core.errors import (
 if TYPE_CHECKING:
     from .buffer import Buffer
     from .compat import install_as_deep_ep
+    from .elastic import ElasticBuffer
+    from .ep_handle import EPHandle
     from .events import EventHandle, EventOverlap
     from .tuning import Config
     from .utils import topk_idx_t
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 _LAZY = {
     "Buffer": "buffer",
     "Config": "tuning",
+    "EPHandle": "ep_handle",
+    "ElasticBuffer": "elastic",
     "EventHandle": "events",
     "EventOverlap": "events",
     "install_as_deep_ep": "compat",
@@ -64,6 +68,8 @@ __all__ = [
     "Config",
     "ConfigurationError",
     "EPError",
+    "EPHandle",
+    "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
     "HandleError",

@@ -129,4 +129,5 @@ DIFFERENCES: Mapping[int, tuple[str, Callable[[int], str]]] = {
     5: ("num_experts", str),
     6: ("num_max_dispatch_tokens_per_rank", str),
     7: ("cast", _quantization),
+    9: ("num_max_tokens_per_rank (0: sizes by counts, as Buffer)", str),
 }

@@ -18,6 +18,7 @@ from uccl_ep_core.kernel_parameters import (
 )
 
 from .communicator import Communicator
+from .rounding import V1, Rounding
 from .tensors import (
     CARRIED,
     NUMBERED,
@@ -36,6 +37,7 @@ from .tensors import (
 
 SLOT_OVERHEAD = 64 + 3 * 16 + 64  # bytes of a slot that are not rows, at most (DispatchRows::capacity)
 RAIL_MASK_BYTES = 16
+Biases = tuple[torch.Tensor | None, torch.Tensor | None]
 REDUCER_STATE_BYTES = 24  # sizeof(IncomingRows) of core/kernels/combine.hpp
 
 
@@ -44,13 +46,13 @@ class DispatchHandle:
     """What a dispatch decided: an immutable snapshot, usable any number of times while its buffer lives.
 
     Attributes:
-        rounding: the tree in which `combine` sums: ``"v1"``, in rank order, biases first.
+        rounding: the tree in which `combine` sums, see `uccl_ep.rounding`.
         num_tokens: tokens this rank dispatched.
         num_received: rows this rank received.
         num_rows: rows of the output, more than received where ``num_worst_tokens`` asked for it.
         num_experts: of the whole group.
         is_token_in_rank: bool [num_tokens, num_ranks].
-        receive_source: int32 [num_received], each row's token index on its source rank.
+        receive_source: int32 [num_rows], each row's token index on its source rank, -1 where no row arrived.
         receive_offset: int32 [num_ranks * num_channels + 1], first row of each source rank and channel.
     """
 
@@ -66,7 +68,7 @@ class DispatchHandle:
     receive_offset: torch.Tensor
     rail_rows: torch.Tensor
     receive_source: torch.Tensor
-    rounding: str = "v1"
+    rounding: Rounding = V1
 
     def source_ranks(self, num_ranks: int) -> torch.Tensor:
         """int64 [num_received]: the source rank of each received row."""
@@ -84,6 +86,7 @@ class Dispatched:
         topk_idx: [rows, topk] local expert indices, -1 elsewhere; None for a cached dispatch.
         topk_weights: float32 [rows, topk], 0 where -1; None where none were given.
         expert_rows: rows of each local expert, unaligned; None for a cached dispatch.
+        expert_counts: the same as int32 [local experts] on the device, also with ``num_worst_tokens``.
     """
 
     x: torch.Tensor
@@ -92,6 +95,7 @@ class Dispatched:
     topk_weights: torch.Tensor | None
     expert_rows: list[int] | None
     handle: DispatchHandle
+    expert_counts: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +145,12 @@ def get_layout(communicator: Communicator, topk_idx: torch.Tensor, num_experts: 
 
 
 def _shape(
-    communicator: Communicator, x: torch.Tensor, scales: torch.Tensor | None, num_topk: int, num_experts: int
+    communicator: Communicator,
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    num_topk: int,
+    num_experts: int,
+    max_tokens: int = 0,
 ) -> DispatchShape:
     row_bytes = x.shape[1] * x.element_size()
     scale_bytes = 0 if scales is None else scales.shape[1] * scales.element_size()
@@ -152,13 +161,13 @@ def _shape(
             f"bytes: set slot_bytes (UCCL_EP_SLOT_BYTES) to at least {round_up(needed, 64)}"
         )
     dtype = CARRIED[x.dtype] | (0 if scales is None else NUMBERED.get(scales.dtype, PayloadType.BYTES) << 8)
-    return DispatchShape(row_bytes, scale_bytes, num_topk, num_experts, dtype)
+    return DispatchShape(row_bytes, scale_bytes, num_topk, num_experts, dtype, max_tokens)
 
 
 def _check_notify(communicator: Communicator, num_experts: int) -> None:
     """The counts that announce a dispatch are one message, of NotifyWords of core/kernels/notify.hpp."""
     local_experts = num_experts // communicator.num_ranks
-    needed = 64 + 20 + 4 * (2 * communicator.num_channels + local_experts)
+    needed = 64 + 24 + 4 * (2 * communicator.num_channels + local_experts)
     if needed > communicator.general.slot_bytes:
         raise ArgumentError(
             f"the counts of {local_experts} experts a rank do not fit a slot of "
@@ -206,6 +215,8 @@ def dispatch(
     is_token_in_rank: torch.Tensor,
     num_tokens_per_expert: torch.Tensor,
     num_worst_tokens: int = 0,
+    max_tokens: int = 0,
+    wait: bool = True,
 ) -> Dispatched:
     """Send tokens to the ranks of their experts. Collective.
 
@@ -216,6 +227,8 @@ def dispatch(
         topk_weights: float32 like topk_idx, or None.
         is_token_in_rank, num_tokens_per_expert: as from `get_layout`.
         num_worst_tokens: make the outputs this many rows long (their tail has index -1) and return no counts.
+        max_tokens: no rank has more tokens than this; all ranks must say the same. 0: not said.
+        wait: read how many rows arrive; False: ``num_worst_tokens`` rows are certain to be enough.
 
     Raises:
         ArgumentError: before any communication.
@@ -243,7 +256,7 @@ def dispatch(
             topk_weights = check_topk_weights(topk_weights, topk_idx.shape, device)
     elif topk_weights is not None:
         raise ArgumentError("topk_weights was given without topk_idx: give both, or neither")
-    shape = _shape(communicator, x, scales, num_topk, num_experts)
+    shape = _shape(communicator, x, scales, num_topk, num_experts, max_tokens)
     grid = _grid(communicator, _roles(communicator))
     outputs = None
     if num_worst_tokens:  # known beforehand: when there is no memory for it, nobody has communicated yet
@@ -254,8 +267,46 @@ def dispatch(
                 f"num_worst_tokens = {num_worst_tokens}: no memory for so many rows ({error}); use at least the rows "
                 "that can arrive, and no more than fit"
             ) from error
+    handle, expert_rows = announce(communicator, shape, is_token_in_rank, num_tokens_per_expert, num_worst_tokens, wait)
+    num_received = handle.num_received
+    # Too many rows are an error, but the others go on with this operation: it is finished first.
+    if outputs is None or num_received > num_worst_tokens:
+        outputs = _outputs(communicator, shape, handle.num_rows, x, scales, topk_idx)
+    result = _stream(communicator, handle, shape, x, scales, topk_idx, topk_weights, grid, outputs)
+    result = dataclasses.replace(result, expert_counts=expert_rows)
+    if num_worst_tokens:
+        if num_received > num_worst_tokens:
+            raise ArgumentError(
+                f"num_worst_tokens = {num_worst_tokens}, but {num_received} rows arrived: use at least {num_received}"
+            )
+        tail = torch.arange(num_worst_tokens, device=device) >= handle.receive_offset[-1]
+        if result.topk_idx is not None:
+            result.topk_idx.masked_fill_(tail[:, None], -1)
+        if result.topk_weights is not None:
+            result.topk_weights.masked_fill_(tail[:, None], 0)
+        return result
+    return dataclasses.replace(result, expert_rows=expert_rows.tolist())
 
-    channels = communicator.num_channels
+
+def announce(
+    communicator: Communicator,
+    shape: DispatchShape,
+    is_token_in_rank: torch.Tensor,
+    num_tokens_per_expert: torch.Tensor,
+    num_worst_tokens: int = 0,
+    wait: bool = True,
+) -> tuple[DispatchHandle, torch.Tensor]:
+    """Tell every rank how many rows it will get, and learn the same. Collective; arguments are checked already.
+
+    Args:
+        num_worst_tokens: rows of the output at least.
+        wait: read how many rows arrive; False: ``num_worst_tokens`` is certain to be enough.
+
+    Returns:
+        The handle, and int32 [local experts] rows of each.
+    """
+    device, ranks, channels = communicator.backend.torch_device, communicator.num_ranks, communicator.num_channels
+    num_tokens, num_experts = is_token_in_rank.shape[0], num_tokens_per_expert.numel()
     counts = torch.zeros((4, ranks * channels + 1), dtype=torch.int32, device=device)
     send_rows, rail_send_rows, receive_rows, rail_rows = (
         counts[0, : ranks * channels],
@@ -273,7 +324,7 @@ def dispatch(
             shape=shape,
             is_token_in_rank=pointer(in_rank),
             num_tokens_per_expert=pointer(num_tokens_per_expert),
-            num_tokens=x.shape[0],
+            num_tokens=num_tokens,
             send_rows=pointer(send_rows),
             rail_send_rows=pointer(rail_send_rows),
             receive_rows=pointer(receive_rows),
@@ -282,14 +333,12 @@ def dispatch(
             expert_rows=pointer(expert_rows),
         ),
     )
-    num_received = int(receive_offset[-1])
-    # Too many rows are an error, but the others go on with this operation: it is finished first.
-    rows = max(num_received, num_worst_tokens)
+    num_received = int(receive_offset[-1]) if wait or device.type == "cpu" else num_worst_tokens
     handle = DispatchHandle(
         owner=weakref.ref(communicator),
-        num_tokens=x.shape[0],
+        num_tokens=num_tokens,
         num_received=num_received,
-        num_rows=rows,
+        num_rows=max(num_received, num_worst_tokens),
         num_experts=num_experts,
         is_token_in_rank=in_rank,
         send_rows=send_rows,
@@ -297,38 +346,38 @@ def dispatch(
         receive_rows=receive_rows,
         receive_offset=receive_offset,
         rail_rows=rail_rows,
-        receive_source=torch.empty(num_received, dtype=torch.int32, device=device),
+        receive_source=torch.full((max(num_received, num_worst_tokens),), -1, dtype=torch.int32, device=device),
     )
-    if outputs is None or num_received > num_worst_tokens:
-        outputs = _outputs(communicator, shape, rows, x, scales, topk_idx)
-    result = _stream(communicator, handle, shape, x, scales, topk_idx, topk_weights, grid, outputs)
-    if num_worst_tokens:
-        if num_received > num_worst_tokens:
-            raise ArgumentError(
-                f"num_worst_tokens = {num_worst_tokens}, but {num_received} rows arrived: use at least {num_received}"
-            )
-        if result.topk_idx is not None:
-            result.topk_idx[num_received:] = -1
-        if result.topk_weights is not None:
-            result.topk_weights[num_received:] = 0
-        return result
-    return dataclasses.replace(result, expert_rows=expert_rows.tolist())
+    return handle, expert_rows
 
 
 def dispatch_cached(
-    communicator: Communicator, handle: DispatchHandle, x: torch.Tensor, scales: torch.Tensor | None
+    communicator: Communicator,
+    handle: DispatchHandle,
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    topk_idx: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
 ) -> Dispatched:
-    """Send other payload along the routes of an earlier dispatch. Collective; no counts are exchanged."""
+    """Send other payload along the routes of an earlier dispatch. Collective; no counts are exchanged.
+
+    Args:
+        topk_idx, topk_weights: both, where weights travel too: the indices of that dispatch, and float32 like them.
+    """
     communicator.ensure_usable()
     check_handle(communicator, handle)
     x, scales = _check_payload(communicator, x, scales)
     check_rows("x", x, handle.num_tokens, "the handle's dispatch")
-    shape = _shape(communicator, x, scales, 0, handle.num_experts)
+    num_topk = 0
+    if topk_idx is not None and topk_weights is not None:
+        topk_weights = check_topk_weights(topk_weights, topk_idx.shape, communicator.backend.torch_device)
+        num_topk = topk_idx.shape[1]
+    shape = _shape(communicator, x, scales, num_topk, handle.num_experts)
     grid = _grid(communicator, _roles(communicator))
     scratch = torch.empty(handle.num_received, dtype=torch.int32, device=x.device)
     own = dataclasses.replace(handle, receive_source=scratch)
-    outputs = _outputs(communicator, shape, handle.num_rows, x, scales, None)
-    result = _stream(communicator, own, shape, x, scales, None, None, grid, outputs)
+    outputs = _outputs(communicator, shape, handle.num_rows, x, scales, topk_idx)
+    result = _stream(communicator, own, shape, x, scales, topk_idx, topk_weights, grid, outputs)
     return dataclasses.replace(result, handle=handle)
 
 
@@ -412,17 +461,34 @@ def check_handle(communicator: Communicator, handle: object) -> DispatchHandle:
     return handle
 
 
+def check_biases(
+    communicator: Communicator, bias: Biases, x: torch.Tensor, num_tokens: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Two biases [num_tokens, hidden] like ``x``, contiguous, or None for each."""
+
+    def check(term: torch.Tensor | None) -> torch.Tensor | None:
+        if term is None:
+            return None
+        term = check_matrix("bias", term, communicator.backend.torch_device, x.shape[1])
+        check_rows("bias", term, num_tokens, "the handle's dispatch")
+        if term.dtype != x.dtype:
+            raise ArgumentError(f"bias is {term.dtype}, but x is {x.dtype}: use the same")
+        return term
+
+    return check(bias[0]), check(bias[1])
+
+
 def combine(
     communicator: Communicator,
     handle: DispatchHandle,
     x: torch.Tensor,
     topk_weights: torch.Tensor | None = None,
-    bias: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    bias: Biases = (None, None),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Send rows home and sum them by token. Collective.
 
-    out[t] = bias[0][t] + bias[1][t] + sum over ranks, in rank order, of that rank's row for t; in float32
-    (float64 for float64), rounded once.
+    out[t] = bias[0][t] + bias[1][t] + sum over ranks, in the order of ``handle.rounding``, of that rank's row for
+    t; in float32 (float64 for float64), rounded once.
 
     Args:
         x: [handle.num_rows, hidden] bf16, fp16, fp32 or fp64, rows as dispatch delivered them.
@@ -443,14 +509,7 @@ def combine(
         num_columns = check_tensor("topk_weights", topk_weights).shape[-1:].numel()
         topk_weights = check_topk_weights(topk_weights, (handle.num_rows, num_columns), device)
         num_topk = topk_weights.shape[1]
-    biases = []
-    for term in bias:
-        if term is not None:
-            term = check_matrix("bias", term, device, x.shape[1])
-            check_rows("bias", term, handle.num_tokens, "the handle's dispatch")
-            if term.dtype != x.dtype:
-                raise ArgumentError(f"bias is {term.dtype}, but x is {x.dtype}: use the same")
-        biases.append(term)
+    biases = check_biases(communicator, bias, x, handle.num_tokens)
     row_bytes = x.shape[1] * x.element_size()
     needed = row_bytes + num_topk * 4 + SLOT_OVERHEAD
     if x.shape[1] == 0 or needed > communicator.general.slot_bytes:
@@ -478,6 +537,9 @@ def combine(
             send_rows=pointer(handle.send_rows),
             receive_rows=pointer(handle.receive_rows),
             receive_offset=pointer(handle.receive_offset),
+            term_ranks=pointer(handle.rounding.term_ranks),
+            max_terms=handle.rounding.max_terms,
+            domains_first=int(handle.rounding.domains_first),
             num_tokens=handle.num_tokens,
             out=pointer(out),
             out_topk_weights=pointer(out_weights),

@@ -70,13 +70,15 @@ UCCL_EP_DEVICE bool notify_receive(const NotifyParameters &p, uint32_t source, i
         const auto &theirs = *reinterpret_cast<const DispatchShape *>(words);
         if (theirs.row_bytes != p.shape.row_bytes || theirs.scale_bytes != p.shape.scale_bytes ||
             theirs.num_topk != p.shape.num_topk || theirs.num_experts != p.shape.num_experts ||
-            theirs.dtype != p.shape.dtype) {
+            theirs.dtype != p.shape.dtype || theirs.most_tokens != p.shape.most_tokens) {
             if (device::lane() == 0 &&
                 !fail_difference(group, Phase::kNotify, source,
                                  {theirs.row_bytes, theirs.scale_bytes, theirs.num_topk, theirs.dtype},
                                  {p.shape.row_bytes, p.shape.scale_bytes, p.shape.num_topk, p.shape.dtype})) {
-                fail_difference(group, Phase::kNotify, source, Difference::kExperts, theirs.num_experts,
-                                p.shape.num_experts);
+                const bool experts = theirs.num_experts != p.shape.num_experts;
+                fail_difference(group, Phase::kNotify, source, experts ? Difference::kExperts : Difference::kMostTokens,
+                                experts ? theirs.num_experts : theirs.most_tokens,
+                                experts ? p.shape.num_experts : p.shape.most_tokens);
             }
             ok = false;
         } else {

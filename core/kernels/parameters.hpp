@@ -37,6 +37,7 @@ enum class Difference : uint32_t {
     kMaxTokens = 6,
     kQuantization = 7,
     kExpertRows = 8,  // of a rank with itself: more rows for one expert than a low-latency layout has room for
+    kMostTokens = 9,  // of a high-throughput dispatch
 };
 
 // Where a kernel leaves what went wrong; host memory, read when the launch is done.
@@ -89,8 +90,9 @@ struct DispatchShape {
     uint32_t num_topk;     // 0: no top-k indices and weights travel
     uint32_t num_experts;
     uint32_t dtype;        // PayloadType of the payload | of the scales << 8
+    uint32_t most_tokens;  // of any rank, where outputs are sized by it; 0: they are sized by the counts
 };
-static_assert(sizeof(DispatchShape) == 20, "compared word by word");
+static_assert(sizeof(DispatchShape) == 24, "compared word by word");
 
 // High-throughput notify: tell every rank how many rows it will get, learn the same.
 // Channel c of a rank with T tokens carries tokens [c*T/C, (c+1)*T/C).
@@ -128,8 +130,9 @@ struct DispatchParameters {
     int32_t *receive_source;     // out [rows] index of the token on its source rank
 };
 
-// High-throughput combine: out[t] = bias0[t] + bias1[t] + sum over ranks r, in rank order, of r's row
-// for t; accumulated in float32 (float64 for float64) and rounded once.
+// High-throughput combine: out[t] = bias0[t] + bias1[t] + sum over ranks r of r's row for t, in rank order or
+// in that of term_ranks[t]; accumulated in float32 (float64 for float64) and rounded once. With domains_first the
+// rows of one scale-up domain, which are neighbours in term_ranks, are summed and rounded on their own before.
 struct CombineParameters {
     Group group;
     uint32_t payload_type;       // PayloadType
@@ -141,6 +144,9 @@ struct CombineParameters {
     const uint8_t *bias[2];      // [num_tokens, hidden] of the payload type, or null
     const uint8_t *is_token_in_rank;  // [num_tokens, num_ranks]
     const int32_t *send_rows, *receive_rows, *receive_offset;  // of the dispatch
+    const int32_t *term_ranks;   // [num_tokens, max_terms] the ranks of a token, and -1; or null: rank order
+    uint32_t max_terms;
+    uint32_t domains_first;      // 1: two levels; needs term_ranks
     uint32_t num_tokens;
     uint32_t reserved;
     uint8_t *out;                // [num_tokens, hidden]

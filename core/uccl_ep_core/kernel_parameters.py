@@ -110,6 +110,7 @@ class DispatchShape(ctypes.Structure):
         ("num_topk", c_uint32),
         ("num_experts", c_uint32),
         ("dtype", c_uint32),
+        ("most_tokens", c_uint32),
     ]
 
 
@@ -168,6 +169,9 @@ class CombineParameters(ctypes.Structure):
         ("send_rows", c_void_p),
         ("receive_rows", c_void_p),
         ("receive_offset", c_void_p),
+        ("term_ranks", c_void_p),
+        ("max_terms", c_uint32),
+        ("domains_first", c_uint32),
         ("num_tokens", c_uint32),
         ("reserved", c_uint32),
         ("out", c_void_p),

@@ -1,0 +1,213 @@
+"""The cases of `ElasticBuffer`: dispatch and combine in v2's terms, bit for bit on every rank.
+
+Expert outputs are a closed form of (source token, k), as a careful caller of v2 checks it: so a rank knows what every
+pick of its tokens brings home, whoever computed it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cases
+import closed_form
+from ranks import Context, buffer_environment, check_equal, environment
+from uccl_ep import reference_v2
+
+
+def elastic_buffer(ctx: Context, **arguments: Any) -> Any:
+    """The buffer of this topology and these arguments, kept until the pool runs another topology."""
+    from uccl_ep import ElasticBuffer
+
+    key = ("elastic", ctx.num_ranks, ctx.domain, tuple(sorted(ctx.options.items())), tuple(sorted(arguments.items())))
+    if key not in ctx.buffers:
+        with environment(buffer_environment(ctx.domain, ctx.options)):
+            ctx.buffers[key] = ElasticBuffer(ctx.group, **arguments)
+    return ctx.buffers[key]
+
+
+def pick_outputs(tokens: Tensor, topk: int, hidden: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """[tokens, topk, hidden] outputs of the picks of source tokens given as rank * most + index."""
+    places = (tokens.long()[:, None] * topk + torch.arange(topk)).flatten()
+    everything = closed_form.rows(8192, hidden, rank=0, seed=seed, dtype=dtype, salt=77)
+    return everything[places % 8192].view(len(tokens), topk, hidden)
+
+
+def sum_in_order(terms: Tensor, stands: Tensor) -> Tensor:
+    """What the caller's experts do with un-expanded rows: picks in increasing k, in float32, rounded."""
+    groups = torch.where(stands, 0, -1)
+    sums, stand = reference_v2.reduce_groups(terms, groups)
+    return torch.where(stand[..., None], sums, 0).sum(1, dtype=sums.dtype) if terms.shape[0] else sums[:, 0]
+
+
+def wait_arguments(mode: str, buffer: Any) -> dict[str, Any]:
+    return {
+        "sync": {},
+        "async": {"async_with_compute_stream": True},
+        "event": {"previous_event": buffer.capture(), "allocate_on_comm_stream": True},
+        "full": {
+            "previous_event": buffer.capture(),
+            "previous_event_before_epilogue": buffer.capture(),
+            "allocate_on_comm_stream": True,
+            "async_with_compute_stream": True,
+        },
+    }[mode]
+
+
+def _check_received(got: Any, want: Any, name: str, rows: int, arrived: Tensor | None = None) -> None:
+    """The rows that arrived: the first ``rows``, or those that ``arrived`` marks."""
+    if want is None:
+        assert got is None, f"{name} is {type(got).__name__}, not None"
+        return
+    keep = slice(0, rows) if arrived is None else arrived
+    got = got[: want.shape[0]]
+    for dtype in (torch.float8_e4m3fn,):
+        if want.dtype == dtype:
+            assert got.dtype == dtype
+            got, want = got.view(torch.uint8), want.view(torch.uint8)
+    check_equal(name, got[keep].contiguous(), want[keep].contiguous())
+
+
+def elastic(
+    ctx: Context, *, hidden: int = 64, topk: int = 4, experts: int = 12, tokens: list[int], routing: str = "random",
+    dtype: str = "bf16", index: str = "int64", weights: bool = True, bias: int = 0, cached: bool = True,
+    alignment: int = 1, expand: bool = False, padding: bool = False, cpu_sync: bool = True, hybrid: bool = True,
+    multiple: bool = True, deterministic: bool = False, tma: bool = False, copy: bool = True, stream: str = "sync",
+    seed: int = 0,
+) -> None:  # fmt: skip
+    buffer = elastic_buffer(
+        ctx, allow_hybrid_mode=hybrid, allow_multiple_reduction=multiple, deterministic=deterministic
+    )
+    rank, n, most = ctx.rank, ctx.num_ranks, max([*tokens, 1]) + 3
+    local, per_domain = experts // n, ctx.domain or n
+    scaleup = per_domain if hybrid else n
+    check_equal("logical domains", buffer.get_logical_domain_size(), (n // scaleup, scaleup))
+    check_equal("physical domains", buffer.get_physical_domain_size(), (n // per_domain, per_domain))
+    inputs = cases.make_inputs(
+        n, tokens, hidden=hidden, experts=experts, topk=topk, routing=routing, dtype=dtype, index=index,
+        weights=weights, seed=seed,
+    )  # fmt: skip
+    x: Any = inputs.xs[rank]
+    if inputs.scales is not None:
+        x = (x, closed_form.non_contiguous(inputs.scales[rank]))
+    ids = inputs.ids[rank]
+    w = None if inputs.weights is None else torch.where(ids >= 0, inputs.weights[rank], 0.0)
+    stats = torch.full((local,), 7, dtype=torch.int32)
+    mode = wait_arguments(stream, buffer)
+    recv, recv_idx, recv_weights, handle, event = buffer.dispatch(
+        x, topk_idx=ids, topk_weights=w, num_experts=experts, num_max_tokens_per_rank=most,
+        expert_alignment=alignment, do_expand=expand, do_zero_padding=padding and expand, do_cpu_sync=cpu_sync,
+        cumulative_local_expert_recv_stats=stats, do_handle_copy=copy, use_tma_aligned_col_major_sf=tma, **mode,
+    )  # fmt: skip
+    cases.wait(event)
+    want = reference_v2.dispatch(
+        rank, inputs.xs, inputs.ids, experts, most, topk_weights=inputs.weights, scales=inputs.scales,
+        expert_alignment=alignment, expand=expand, num_scaleup_ranks=scaleup,
+    )  # fmt: skip
+    rows, slots = want.metadata.shape[0], want.metadata[:, 2:].long()
+    arrived = None
+    if expand and not padding:
+        arrived = torch.zeros(want.x.shape[0], dtype=torch.bool)
+        arrived[slots[slots >= 0]] = True
+
+    def check_rows(name: str, recv: Any, recv_weights: Any, with_weights: bool) -> None:
+        got, scales = recv if isinstance(recv, tuple) else (recv, None)
+        if cpu_sync:
+            check_equal(f"rows of {name}", got.shape[0], want.x.shape[0])
+        elif expand:
+            picks = n * most * min(topk, local)
+            check_equal(f"rows of {name}", got.shape[0], reference_v2.align(picks + local * (alignment - 1), alignment))
+        else:
+            check_equal(f"rows of {name}", got.shape[0], n * most)
+        _check_received(got, want.x, name, rows if not expand else want.x.shape[0], arrived)
+        _check_received(scales, want.scales, f"{name}, scales", rows if not expand else want.x.shape[0], arrived)
+        if tma and scales is not None and scales.shape[0]:
+            pitch = reference_v2.align(scales.shape[0], 16 // scales.element_size())
+            check_equal("strides of column-major scales", scales.stride(), (1, pitch))
+        if with_weights and want.topk_weights is not None:
+            check_equal(f"{name}, weights", recv_weights[: want.topk_weights.shape[0]], want.topk_weights)
+        else:
+            assert recv_weights is None
+
+    check_rows("recv_x", recv, recv_weights, weights)
+    if expand:
+        assert recv_idx is None
+    else:
+        check_equal("recv_topk_idx", recv_idx[:rows], want.topk_idx)
+        assert bool((recv_idx[rows:] == -1).all())
+    check_equal("statistics", stats, torch.tensor(want.counts, dtype=torch.int32) + 7)
+    _check_handle(handle, want, ids, cpu_sync, expand, alignment, copy, deterministic)
+
+    if cached:
+        again, idx, none, same, event = buffer.dispatch(x, handle=handle, do_expand=expand, do_zero_padding=padding
+                                                        and expand, do_cpu_sync=False, use_tma_aligned_col_major_sf=tma,
+                                                        **wait_arguments(stream, buffer))  # fmt: skip
+        cases.wait(event)
+        assert same is handle
+        check_rows("recv_x of the cached handle", again, none, False)
+        if not expand:
+            check_equal("recv_topk_idx of the cached handle", idx, recv_idx)
+        if weights:
+            again, _, its_weights, _, _ = buffer.dispatch(
+                x, topk_weights=w, handle=handle, do_expand=expand, do_zero_padding=padding and expand,
+                use_tma_aligned_col_major_sf=tma,
+            )  # fmt: skip
+            check_rows("recv_x of the cached handle with weights", again, its_weights, True)
+
+    payload = torch.bfloat16 if dtype in ("fp8", "uint8") else cases.DTYPES[dtype]
+    outputs = pick_outputs(want.metadata[:, 0], topk, hidden, seed, payload)
+    if expand:
+        y = torch.full((handle.num_expanded_tokens, hidden), float("nan"), dtype=payload)
+        y[slots[slots >= 0]] = outputs[slots >= 0]
+    else:
+        y = torch.full((handle.num_recv_tokens, hidden), float("nan"), dtype=payload)
+        y[:rows] = sum_in_order(outputs, slots >= 0)
+    biases = [closed_form.rows(tokens[rank], hidden, rank=rank, seed=seed, dtype=payload, salt=9 + b)
+              for b in range(bias)]  # fmt: skip
+    back = None
+    if weights and (multiple or not expand):
+        back = recv_weights.clone()
+        if not expand:  # what stands where this rank has no expert is nobody's
+            back[recv_idx < 0] = 5.0
+    combined, combined_weights, event = buffer.combine(
+        y, handle, topk_weights=back, bias=None if bias == 0 else biases[0] if bias == 1 else tuple(biases),
+        **wait_arguments(stream, buffer),
+    )  # fmt: skip
+    cases.wait(event)
+    mine = rank * most + torch.arange(tokens[rank])
+    hybrid_sum = multiple and hybrid and n > per_domain
+    want_combined = reference_v2.combine(
+        pick_outputs(mine, topk, hidden, seed, payload), ids, experts, n, bias=biases,
+        reduce_in_rank=multiple or not expand, ranks_per_domain=per_domain if hybrid_sum else 0,
+    )  # fmt: skip
+    check_equal("combined_x", combined, want_combined)
+    if back is None:
+        assert combined_weights is None
+    else:
+        check_equal("combined_topk_weights", combined_weights, w)
+
+
+def _check_handle(handle: Any, want: Any, ids: Tensor, cpu_sync: bool, expand: bool, alignment: int, copy: bool,
+                  deterministic: bool) -> None:  # fmt: skip
+    rows = want.metadata.shape[0]
+    check_equal("recv_src_metadata", handle.recv_src_metadata[:rows], want.metadata)
+    assert bool((handle.recv_src_metadata[rows:] == -1).all())
+    check_equal("psum_num_recv_tokens_per_expert", handle.psum_num_recv_tokens_per_expert, want.psum_experts)
+    check_equal(
+        "psum_num_recv_tokens_per_scaleup_rank", handle.psum_num_recv_tokens_per_scaleup_rank, want.psum_scaleup_ranks
+    )
+    counts = torch.tensor(want.counts, dtype=torch.int32)
+    check_equal("num_unaligned_recv_tokens_per_expert", handle.num_unaligned_recv_tokens_per_expert, counts)
+    aligned = [reference_v2.align(count, alignment) for count in want.counts]
+    check_equal("num_recv_tokens_per_expert_list", handle.num_recv_tokens_per_expert_list, aligned if cpu_sync else [])
+    check_equal("do_expand", handle.do_expand, expand)
+    assert (handle.topk_idx.data_ptr() != ids.data_ptr() or ids.numel() == 0) == (copy or ids.numel() == 0)
+    check_equal("topk_idx", handle.topk_idx, ids)
+    slots = handle.dst_buffer_slot_idx
+    check_equal("shape of dst_buffer_slot_idx", slots.shape, ids.shape)
+    if deterministic:
+        check_equal("metadata before sort", handle.cached_recv_src_metadata_before_sort[:rows], want.metadata)
+    handle.deterministic_sort()
+    check_equal("recv_src_metadata after sort", handle.recv_src_metadata[:rows], want.metadata)

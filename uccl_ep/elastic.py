@@ -1,0 +1,556 @@
+"""`ElasticBuffer`: the expert-parallel part of the DeepEP v2 interface, as a thin adapter over a communicator."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from uccl_ep_core.errors import ArgumentError, HandleError
+from uccl_ep_core.kernel_parameters import DispatchShape
+
+from . import expanded, high_throughput, rounding
+from .bootstrap import make_bootstrap, together
+from .communicator import Communicator
+from .ep_handle import EPHandle, Routes, source_metadata
+from .events import EventHandle, EventOverlap
+from .tensors import check_matrix, check_no_duplicates, check_rows, check_topk_weights, check_vector, round_up
+
+Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+AnyEvent = EventHandle | EventOverlap
+
+SIZE_ALIGNMENT = 2 << 20  # bytes; DeepEP's sizes are multiples of it
+COLUMN_ALIGNMENT = 16  # bytes between columns of scale factors that bulk copies can read
+CPU_TIMEOUT_S, GPU_TIMEOUT_S = 300, 100  # the interface's defaults
+
+
+class ElasticBuffer:
+    """Expert-parallel communication among the ranks of a group: `dispatch` and `combine` with handles.
+
+    Collective: every rank of the group creates it with equal arguments, and makes the same calls in the same order.
+    What DeepEP's class of this name does besides (Engram, pipeline and all-gather calls) is not expert parallelism
+    and not here: those names do not exist, so callers that probe for them find out.
+
+    Args:
+        group: a torch.distributed process group (gloo and NCCL both work); None: ``comm``.
+        num_bytes: recorded as `num_bytes`; None: what `get_buffer_size_hint` says. Tokens stream through bounded
+            slots, so any size works.
+        num_cpu_bytes: of Engram storage; refused unless 0.
+        num_max_tokens_per_rank: default of `dispatch`.
+        hidden, num_topk, use_fp8_dispatch: for the size hint.
+        deterministic: outputs are deterministic in any case.
+        allow_hybrid_mode: with several scale-up domains, `combine` sums inside a domain before it sums domains.
+        allow_multiple_reduction: a rank's expanded rows, and a domain's, are rounded before they are summed further.
+        prefer_overlap_with_compute, sl_idx, num_allocated_qps: hints without effect on results; a transport's
+            service level and lanes are options of the transport.
+        num_cpu_timeout_secs, num_gpu_timeout_secs: limit of every wait, where they differ from the interface's
+            defaults (the smaller one, if both do); else the option ``timeout_s`` counts.
+        explicitly_destroy: `destroy` is the caller's duty (it may be called in any case).
+        comm: an mpi4py communicator, used where ``group`` is None.
+        device: where tensors are; None: the current GPU where torch has one, else the CPU.
+        options: configuration for this buffer, above environment and files.
+
+    Attributes:
+        group, num_bytes, num_max_tokens_per_rank, allow_hybrid_mode, allow_multiple_reduction, deterministic,
+        prefer_overlap_with_compute, num_allocated_qps: as given.
+        rank_idx, num_ranks, scaleout_rank_idx, scaleup_rank_idx, num_scaleout_ranks, num_scaleup_ranks: the place of
+            this rank, in the domains of `get_logical_domain_size`.
+        num_rdma_ranks, num_nvlink_ranks: as `get_physical_domain_size`.
+
+    Raises:
+        ConfigurationError, BackendUnavailableError, CapabilityError, TransportError: on every rank alike.
+    """
+
+    def __init__(
+        self,
+        group: Any = None,
+        num_bytes: int | None = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int = 3,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: int = CPU_TIMEOUT_S,
+        num_gpu_timeout_secs: int = GPU_TIMEOUT_S,
+        explicitly_destroy: bool = False,
+        *,
+        comm: Any = None,
+        device: torch.device | str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if num_cpu_bytes:
+            raise ArgumentError(f"num_cpu_bytes = {num_cpu_bytes}: it is for Engram storage, which is not here; pass 0")
+        if (num_bytes or 0) < 0 or num_max_tokens_per_rank < 0:
+            raise ArgumentError(f"num_bytes = {num_bytes}, num_max_tokens_per_rank = {num_max_tokens_per_rank}: use 0")
+        chosen = [num_cpu_timeout_secs] if num_cpu_timeout_secs != CPU_TIMEOUT_S else []
+        chosen += [num_gpu_timeout_secs] if num_gpu_timeout_secs != GPU_TIMEOUT_S else []
+        overrides: dict[str, Any] = {"timeout_s": float(min(chosen))} if chosen else {}
+        overrides |= options or {}
+        if device is None:
+            device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+        bootstrap = make_bootstrap(group, comm)
+        self.group = group
+        self.rank_idx = bootstrap.rank
+        self.num_ranks = bootstrap.num_ranks
+        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        self.deterministic = deterministic
+        self.allow_hybrid_mode = allow_hybrid_mode
+        self.allow_multiple_reduction = allow_multiple_reduction
+        self.prefer_overlap_with_compute = prefer_overlap_with_compute
+        self.num_allocated_qps = num_allocated_qps
+        self.explicitly_destroy = explicitly_destroy
+        if num_bytes is None:
+            num_bytes = _size_hint(self.num_ranks, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch)
+        self.num_bytes = num_bytes
+        mine = {
+            "num_max_tokens_per_rank": num_max_tokens_per_rank,
+            "allow_hybrid_mode": bool(allow_hybrid_mode),
+            "allow_multiple_reduction": bool(allow_multiple_reduction),
+        }
+        everyone = bootstrap.all_gather(mine)
+        together(bootstrap, "comparing the arguments of ElasticBuffer", lambda: _require_equal(everyone))
+        self._communicator = Communicator(bootstrap, torch.device(device), 0, overrides)
+        self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
+        self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
+        self.scaleout_rank_idx = self.rank_idx // self.num_scaleup_ranks
+        self.scaleup_rank_idx = self.rank_idx % self.num_scaleup_ranks
+
+    # ---- facts ----
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: Any,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Bytes of the largest output of a dispatch of these shapes, a multiple of 2 MiB. Not collective.
+
+        A buffer of any size works; the hint lets callers compare sizes, and grows with every argument.
+        """
+        num_ranks = make_bootstrap(group).num_ranks
+        return _size_hint(num_ranks, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch)
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """(scale-up domains, ranks of each): ranks of one domain load and store each other's memory."""
+        return self._communicator.num_domains, self._communicator.ranks_per_domain
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """The domains that the interface speaks of: the physical ones in hybrid mode, else one of all ranks."""
+        return self.get_physical_domain_size() if self.allow_hybrid_mode else (1, self.num_ranks)
+
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 200,
+        sm_write_gbs: float = 50,
+    ) -> int:
+        """Multiprocessors that a dispatch of this buffer keeps busy, rounded up to even.
+
+        The number of channels decides it (option ``num_channels``), whatever the arguments are.
+        """
+        return round_up(self._communicator.num_channels, 2)
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """Lanes of the transport in use: one for each proxy thread, or 1 where none is needed."""
+        return max(1, self._communicator.num_rings and self._communicator.general.num_proxies)
+
+    def describe(self) -> dict[str, Any]:
+        """The chosen plugins, the ordering plan and the domains, each with its reason."""
+        return self._communicator.describe()
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the start: operations, kernels by name, and what the proxies did."""
+        return self._communicator.stats()
+
+    def check(self) -> None:
+        """Raise the group's failure, if there is one (`PeerFailure`), or `BufferClosedError` after `destroy`."""
+        self._communicator.ensure_usable()
+
+    def destroy(self) -> None:
+        """Release memory, threads and connections. Not collective; may be called twice."""
+        self._communicator.close()
+
+    @staticmethod
+    def capture() -> EventHandle:
+        """An event of what torch's current stream holds now."""
+        return EventHandle()
+
+    def get_comm_stream(self) -> Any:
+        """The stream communication runs on when it does not run on the current one; None on the host."""
+        return getattr(self._communicator.backend, "torch_communication_stream", None)
+
+    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
+        """Wait until every rank is here.
+
+        Args:
+            use_comm_stream, sequential: hints; the barrier is one kernel on the current stream.
+            with_cpu_sync: the host waits for the device as well, before and after.
+        """
+        for step in range(2):
+            if with_cpu_sync and torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if step == 0:
+                self._communicator.barrier()
+
+    # ---- dispatch ----
+
+    def dispatch(
+        self,
+        x: Payload,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: AnyEvent | None = None,
+        previous_event_before_epilogue: AnyEvent | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        do_handle_copy: bool = True,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+    ) -> tuple[Payload, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
+        """Send each token once to every rank that holds one of its experts. Collective.
+
+        Args:
+            x: [num_tokens, hidden] of any dtype, or (x, scale factors [num_tokens, columns] of any strides).
+            topk_idx: int32 or int64 [num_tokens, topk], -1 for none.
+            topk_weights: float32 like topk_idx; also with a handle.
+            cumulative_local_expert_recv_stats: int32 [local experts], raised by the rows of each.
+            num_experts, num_max_tokens_per_rank, expert_alignment: equal on all ranks; with a handle, its own.
+            num_sms, num_qps, allocate_on_comm_stream: hints without effect on results.
+            previous_event, previous_event_before_epilogue: waited for before the send, and before local work on
+                what was received.
+            async_with_compute_stream: return an event, which the caller waits for.
+            handle: route as an earlier dispatch did.
+            do_handle_copy: the handle keeps a copy of topk_idx, not the tensor itself.
+            do_cpu_sync: wait for the counts, so that outputs have exactly the rows that arrive; False: they have as
+                many as could arrive, with index -1 behind the last. None: True without a handle.
+            do_expand: one row for each pick, by local expert, each expert's block aligned to expert_alignment.
+            do_zero_padding: fill expanded rows that hold no token with 0.
+            use_tma_aligned_col_major_sf: scale factors column by column, columns 16 bytes aligned.
+
+        Returns:
+            (received x or (x, scale factors), local expert ids [rows, topk] with -1 elsewhere or None when expanded,
+            weights [rows, topk] with 0 there, or [rows] when expanded, or None where none were given, handle, event).
+
+        Raises:
+            ArgumentError: before any communication.
+        """
+        self._wait(previous_event)
+        if isinstance(x, tuple) and len(x) != 2:
+            raise ArgumentError(f"x is a tuple of {len(x)}: give one tensor, or (x, scale factors)")
+        payload, scales = x if isinstance(x, tuple) else (x, None)
+        if do_zero_padding and not do_expand:
+            raise ArgumentError("do_zero_padding needs do_expand=True: only expanded rows have padding")
+        if use_tma_aligned_col_major_sf and scales is None:
+            use_tma_aligned_col_major_sf = False
+        if handle is not None:
+            self._check_cached(handle, topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, do_cpu_sync)
+            self._check_statistics(cumulative_local_expert_recv_stats, handle.num_experts)
+            if do_expand and handle.routes.expansion is None:
+                raise ArgumentError("do_expand: the handle's dispatch was not expanded; leave it out")
+            routes = handle.routes
+            indices = routes.topk_idx if topk_weights is not None else None
+            received = high_throughput.dispatch_cached(
+                self._communicator, routes.rows, payload, scales, indices, topk_weights
+            )
+            if received.topk_weights is not None and received.topk_weights.shape[0] > 0:
+                received.topk_weights.masked_fill_(routes.local_idx < 0, 0)
+        else:
+            handle, received = self._dispatch_new(
+                payload,
+                scales,
+                topk_idx,
+                topk_weights,
+                cumulative_local_expert_recv_stats,
+                num_experts,
+                self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank,
+                1 if expert_alignment is None else expert_alignment,
+                num_sms or round_up(self._communicator.num_channels, 2),
+                do_handle_copy,
+                do_cpu_sync is None or bool(do_cpu_sync),
+                do_expand,
+            )
+            routes = handle.routes
+        self._wait(previous_event_before_epilogue)
+        if cumulative_local_expert_recv_stats is not None:
+            cumulative_local_expert_recv_stats += handle.num_unaligned_recv_tokens_per_expert
+        out_x, out_scales, weights = received.x, received.scales, received.topk_weights
+        if do_expand and routes.expansion is not None:
+            out_x = expanded.expand(out_x, routes.expansion, do_zero_padding)
+            if out_scales is not None:
+                out_scales = expanded.expand(out_scales, routes.expansion, do_zero_padding)
+            weights = None if weights is None else expanded.expand_weights(weights, routes.expansion)
+        if out_scales is not None and use_tma_aligned_col_major_sf:
+            out_scales = _column_major(out_scales)
+        event = EventOverlap(EventHandle() if async_with_compute_stream else None)
+        recv_idx = None if do_expand else routes.local_idx.clone()
+        return out_x if out_scales is None else (out_x, out_scales), recv_idx, weights, handle, event
+
+    def _dispatch_new(
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        statistics: torch.Tensor | None,
+        num_experts: int | None,
+        max_tokens: int,
+        alignment: int,
+        num_sms: int,
+        do_handle_copy: bool,
+        do_cpu_sync: bool,
+        do_expand: bool,
+    ) -> tuple[EPHandle, high_throughput.Dispatched]:
+        communicator = self._communicator
+        communicator.ensure_usable()
+        device, ranks = communicator.backend.torch_device, communicator.num_ranks
+        if topk_idx is None or num_experts is None:
+            raise ArgumentError("dispatch needs topk_idx= and num_experts=, or handle= of an earlier dispatch")
+        if alignment < 1:
+            raise ArgumentError(f"expert_alignment = {alignment}: must be at least 1")
+        if max_tokens < 1:
+            raise ArgumentError(
+                f"num_max_tokens_per_rank = {max_tokens}: pass the most tokens of any rank, here or to ElasticBuffer"
+            )
+        x = check_matrix("x", x, device)
+        if x.shape[0] > max_tokens:
+            raise ArgumentError(
+                f"{x.shape[0]} tokens exceed num_max_tokens_per_rank = {max_tokens}: use at least {x.shape[0]}"
+            )
+        self._check_statistics(statistics, num_experts)
+        if do_expand and not do_cpu_sync:
+            check_no_duplicates(check_matrix("topk_idx", topk_idx, device))
+        layout = high_throughput.get_layout(communicator, topk_idx, num_experts)
+        received = high_throughput.dispatch(
+            communicator,
+            x,
+            scales,
+            topk_idx,
+            topk_weights,
+            layout.is_token_in_rank,
+            layout.num_tokens_per_expert,
+            0 if do_cpu_sync else ranks * max_tokens,
+            max_tokens,
+            wait=do_cpu_sync,
+        )
+        local_idx, counts = received.topk_idx, received.expert_counts
+        assert local_idx is not None and counts is not None
+        local_experts, num_topk = num_experts // ranks, local_idx.shape[1]
+        aligned = [round_up(rows, alignment) for rows in received.expert_rows or []]
+        expansion = None
+        if do_expand and do_cpu_sync:
+            most_picks = int((local_idx >= 0).sum(1).amax()) if local_idx.numel() else 0
+            expansion = expanded.expansion(local_idx, counts, alignment, sum(aligned), most_picks)
+        elif do_expand:
+            num_rows = expanded.most_rows(local_idx.shape[0], num_topk, local_experts, alignment)
+            expansion = expanded.expansion(local_idx, counts, alignment, num_rows, min(num_topk, local_experts))
+        kept_idx = topk_idx.clone() if do_handle_copy else topk_idx
+        own_idx = kept_idx if do_handle_copy else topk_idx.clone()  # routes are a snapshot in any case
+        domains_first = self.allow_multiple_reduction and self.num_scaleout_ranks > 1
+        tree = rounding.v2(own_idx, num_experts, ranks, communicator.ranks_per_domain, domains_first=domains_first)
+        rows = dataclasses.replace(received.handle, rounding=tree)
+        rank_of_pick = rounding.ranks_of(own_idx, num_experts, ranks)
+        picks = None
+        if expansion is not None and not self.allow_multiple_reduction:
+            picks = self._announce_picks(rank_of_pick, num_experts, max_tokens, expansion, do_cpu_sync)
+        metadata = source_metadata(rows, local_idx, expansion, ranks, max_tokens)
+        from_rank = rows.receive_rows.view(self.num_scaleout_ranks, self.num_scaleup_ranks, -1).sum((0, 2))
+        ends = expanded.block_ends(counts, alignment)
+        handle = EPHandle(
+            do_expand=do_expand,
+            num_experts=num_experts,
+            expert_alignment=alignment,
+            num_max_tokens_per_rank=max_tokens,
+            num_sms=num_sms,
+            topk_idx=kept_idx,
+            num_recv_tokens=rows.num_rows,
+            num_expanded_tokens=0 if expansion is None else expansion.num_rows,
+            num_recv_tokens_per_expert_list=aligned,
+            psum_num_recv_tokens_per_scaleup_rank=from_rank.cumsum(0).to(torch.int32),
+            psum_num_recv_tokens_per_expert=ends if expansion is None else expansion.starts + counts,
+            num_unaligned_recv_tokens_per_expert=counts,
+            recv_src_metadata=metadata,
+            routes=Routes(rows, picks, local_idx, expansion, own_idx, rank_of_pick),
+            cached_recv_src_metadata_before_sort=metadata.clone() if self.deterministic else None,
+        )
+        return handle, received
+
+    def _announce_picks(
+        self,
+        rank_of_pick: torch.Tensor,
+        num_experts: int,
+        max_tokens: int,
+        expansion: expanded.Expansion,
+        do_cpu_sync: bool,
+    ) -> high_throughput.DispatchHandle:
+        """The route on which every pick comes home by itself: each is a token of its own, for one rank."""
+        communicator = self._communicator
+        ranks = torch.arange(communicator.num_ranks, device=rank_of_pick.device)
+        in_rank = rank_of_pick.reshape(-1, 1) == ranks
+        nothing = torch.zeros(num_experts, dtype=torch.int32, device=rank_of_pick.device)
+        worst = 0 if do_cpu_sync else expansion.slots.shape[0] * expansion.most_picks
+        shape = DispatchShape(0, 0, rank_of_pick.shape[1], num_experts, 0, max_tokens)
+        return high_throughput.announce(communicator, shape, in_rank, nothing, worst, wait=do_cpu_sync)[0]
+
+    def _check_cached(
+        self,
+        handle: EPHandle,
+        topk_idx: torch.Tensor | None,
+        num_experts: int | None,
+        max_tokens: int | None,
+        alignment: int | None,
+        do_cpu_sync: bool | None,
+    ) -> None:
+        self._check_handle(handle)
+        if topk_idx is not None:
+            raise ArgumentError("a cached dispatch goes by its handle's topk_idx: leave out topk_idx or handle")
+        if do_cpu_sync:
+            raise ArgumentError("do_cpu_sync: a cached dispatch has no counts to wait for; leave it out, or pass False")
+        for name, given, own in (
+            ("num_experts", num_experts, handle.num_experts),
+            ("num_max_tokens_per_rank", max_tokens, handle.num_max_tokens_per_rank),
+            ("expert_alignment", alignment, handle.expert_alignment),
+        ):
+            if given is not None and given != own:
+                raise ArgumentError(f"{name} = {given}, but the handle has {own}: leave it out, or pass {own}")
+
+    def _check_handle(self, handle: object) -> EPHandle:
+        if not isinstance(handle, EPHandle):
+            raise HandleError(f"a handle from ElasticBuffer.dispatch() is needed, not {type(handle).__name__}")
+        high_throughput.check_handle(self._communicator, handle.routes.rows)
+        return handle
+
+    def _check_statistics(self, statistics: torch.Tensor | None, num_experts: int) -> None:
+        if statistics is not None:
+            device = self._communicator.backend.torch_device
+            length = num_experts // self.num_ranks
+            check_vector("cumulative_local_expert_recv_stats", statistics, device, torch.int32, length)
+
+    # ---- combine ----
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: EPHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: AnyEvent | None = None,
+        previous_event_before_epilogue: AnyEvent | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Bring rows home and sum them: no weights are applied. Collective.
+
+        Sums run in float32 (float64 for float64) and in increasing k, biases first, with the roundings of
+        `uccl_ep.rounding`: a rank's rows are rounded when they leave it, those of a domain when they leave that (hybrid
+        mode with several domains), the result at last. Without ``allow_multiple_reduction`` expanded rows come home
+        one by one, and there is one rounding.
+
+        Args:
+            x: [rows as dispatch returned them, hidden] bf16, fp16, fp32 or fp64.
+            topk_weights: float32 [rows, topk], or [rows] when expanded; each comes back to the pick it belongs to.
+            bias: one or two tensors [num_tokens, hidden].
+            num_sms, num_qps, allocate_on_comm_stream: hints without effect on results.
+            previous_event, previous_event_before_epilogue: waited for before the send.
+            async_with_compute_stream: return an event, which the caller waits for.
+
+        Returns:
+            (out [num_tokens, hidden], weights [num_tokens, topk] or None, event).
+        """
+        self._wait(previous_event)
+        self._wait(previous_event_before_epilogue)
+        routes = self._check_handle(handle).routes
+        biases = bias if isinstance(bias, tuple) else (bias, None)
+        if len(biases) != 2:
+            raise ArgumentError(f"bias has {len(biases)} tensors: give one, or a tuple of two")
+        device = self._communicator.backend.torch_device
+        if routes.expansion is None:
+            if topk_weights is not None:
+                topk_weights = check_topk_weights(topk_weights, routes.local_idx.shape, device)
+                topk_weights = topk_weights.masked_fill(routes.local_idx < 0, 0)
+            out, weights = high_throughput.combine(self._communicator, routes.rows, x, topk_weights, biases)
+            return out, weights, EventOverlap(EventHandle() if async_with_compute_stream else None)
+        x = check_matrix("x", x, device)
+        check_rows("x", x, routes.expansion.num_rows, "the handle's expanded dispatch")
+        weights = None
+        if topk_weights is not None:
+            weights = check_vector("topk_weights", topk_weights, device, torch.float32, routes.expansion.num_rows)
+        if routes.picks is None:
+            if weights is not None:
+                weights = expanded.fold_weights(weights, routes.expansion.slots)
+            folded = expanded.fold(x, routes.expansion)
+            out, weights = high_throughput.combine(self._communicator, routes.rows, folded, weights, biases)
+        else:
+            if weights is not None:
+                raise ArgumentError(
+                    "topk_weights of an expanded combine need allow_multiple_reduction=True: leave them out"
+                )
+            out = self._combine_picks(x, routes, routes.picks, routes.expansion, biases)
+        return out, weights, EventOverlap(EventHandle() if async_with_compute_stream else None)
+
+    def _combine_picks(
+        self,
+        x: torch.Tensor,
+        routes: Routes,
+        picks: high_throughput.DispatchHandle,
+        expansion: expanded.Expansion,
+        biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    ) -> torch.Tensor:
+        num_tokens, num_topk = routes.ranks.shape
+        checked = high_throughput.check_biases(self._communicator, biases, x, num_tokens)
+        rows = expanded.take_rows(x, expanded.picks_in_order(expansion, picks.num_rows))
+        home, _ = high_throughput.combine(self._communicator, picks, rows)
+        return expanded.sum_picks(home.view(num_tokens, num_topk, x.shape[1]), routes.ranks >= 0, checked)
+
+    @staticmethod
+    def _wait(event: AnyEvent | None) -> None:
+        if event is not None:
+            event.current_stream_wait()
+
+
+def _require_equal(everyone: list[dict[str, Any]]) -> None:
+    for name, first in everyone[0].items():
+        for rank, other in enumerate(everyone):
+            if other[name] != first:
+                raise ArgumentError(
+                    f"{name} is {first} on rank 0 and {other[name]} on rank {rank}: give every rank the same value"
+                )
+
+
+def _size_hint(num_ranks: int, max_tokens: int, hidden: int, num_topk: int, use_fp8: bool) -> int:
+    row = hidden + 4 * -(-hidden // 128) if use_fp8 else 2 * hidden
+    return round_up(max(1, num_ranks * max_tokens * (max(row, 2 * hidden) + 12 * num_topk + 8)), SIZE_ALIGNMENT)
+
+
+def _column_major(scales: torch.Tensor) -> torch.Tensor:
+    """The same values with stride 1 along rows; a column takes a multiple of 16 bytes."""
+    rows, columns = scales.shape
+    pitch = round_up(rows, max(1, COLUMN_ALIGNMENT // scales.element_size()))
+    out = scales.new_empty((columns, pitch)).t()[:rows]
+    return out.copy_(scales)
