@@ -128,7 +128,7 @@ def test_refused_before_anybody_communicates(pool: RankPool, domain: int) -> Non
 def counts_beyond_a_slot(ctx: Context) -> None:
     """The counts of all experts are one message: as many as fit are right, one more is refused."""
     buffer = ctx.new_buffer(options={"slot_bytes": 4096, "num_channels": 1})
-    most = (4096 - 64 - 20 - 8) // 4  # of a rank
+    most = (4096 - 64 - 24 - 8) // 4  # of a rank
     ids = routes(200, most * ctx.num_ranks)
     want = torch.bincount(ids.flatten(), minlength=most * ctx.num_ranks) * ctx.num_ranks
     got = dispatch(buffer, ids, most * ctx.num_ranks)[3]

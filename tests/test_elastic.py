@@ -8,9 +8,18 @@ import pytest
 import torch
 
 import elastic_cases
-from ranks import RankPool
+from ranks import Context, RankPool, buffer_environment, check_equal, environment
 from test_matrix import matrix, run
-from uccl_ep import reference_v2
+from uccl_ep import (
+    ArgumentError,
+    BufferClosedError,
+    ElasticBuffer,
+    EventOverlap,
+    HandleError,
+    PeerFailure,
+    TransportError,
+    reference_v2,
+)
 
 ELASTIC: dict[str, list[Any]] = {
     "topology": [(1, 0), (2, 0), (3, 0), (4, 0), (4, 2), (6, 3)],
@@ -68,3 +77,103 @@ def test_rounding_worked_example() -> None:
     terms = torch.tensor([[[1.0], [2.0**24], [9.0], [1.0]]])
     assert reference_v2.combine(terms, ids, 8, 2).item() == 2.0**24 + 2
     assert reference_v2.combine(terms, ids, 8, 2, reduce_in_rank=False).item() == 2.0**24
+
+
+def refusals(ctx: Context, who: int) -> None:
+    """Rank ``who`` alone passes what cannot be served: it raises before anybody communicates, and all go on."""
+    buffer = elastic_cases.elastic_buffer(ctx)
+    x, ids = torch.zeros(5, 8).bfloat16(), torch.tensor([[0, 3]]).expand(5, 2).contiguous()
+    good = {"topk_idx": ids, "num_experts": 4, "num_max_tokens_per_rank": 5}
+    expanded = buffer.dispatch(x, **good, do_expand=True)[3]
+    handle = buffer.dispatch(x, **good)[3]
+    if ctx.rank == who:
+        for words, arguments in (
+            ("topk_idx= and num_experts=", {"num_experts": 4}),
+            ("use at least 5", good | {"num_max_tokens_per_rank": 4}),
+            ("most tokens of any rank", good | {"num_max_tokens_per_rank": None}),
+            ("must be at least 1", good | {"expert_alignment": 0}),
+            ("needs do_expand=True", good | {"do_zero_padding": True}),
+            ("leave out topk_idx or handle", {"handle": handle, "topk_idx": ids}),
+            ("no counts to wait for", {"handle": handle, "do_cpu_sync": True}),
+            ("num_experts = 8, but the handle has 4", {"handle": handle, "num_experts": 8}),
+            ("was not expanded", {"handle": handle, "do_expand": True}),
+            ("recv_stats", good | {"cumulative_local_expert_recv_stats": torch.zeros(3, dtype=torch.int32)}),
+            ("more than once", good | {
+                "topk_idx": torch.tensor([[0, 1, 2, 0]] * 5), "do_expand": True, "do_cpu_sync": False
+            }),
+        ):  # fmt: skip
+            with pytest.raises(ArgumentError, match=words):
+                buffer.dispatch(x, **arguments)
+        rows = expanded.num_expanded_tokens
+        for words, call in (
+            ("rows", lambda: buffer.combine(torch.zeros(rows + 1, 8).bfloat16(), expanded)),
+            ("topk_weights", lambda: buffer.combine(torch.zeros(rows, 8).bfloat16(), expanded, torch.zeros(rows, 2))),
+            ("bias", lambda: buffer.combine(torch.zeros(rows, 8).bfloat16(), expanded, bias=torch.zeros(4, 8))),
+        ):
+            with pytest.raises(ArgumentError, match=words):
+                call()
+        with pytest.raises(HandleError, match=r"ElasticBuffer\.dispatch"):
+            buffer.combine(x, object())
+    # An expanded handle serves un-expanded output as well, and a handle's attributes are not what it goes by.
+    again = buffer.dispatch(x, handle=expanded)[0]
+    check_equal("un-expanded rows of an expanded handle", again.shape[0], expanded.num_recv_tokens)
+    expanded.recv_src_metadata = expanded.recv_src_metadata[:0]
+    out, _, _ = buffer.combine(torch.ones(expanded.num_expanded_tokens, 8).bfloat16(), expanded)
+    check_equal("combined_x", out, torch.full((5, 8), 2.0).bfloat16())
+
+
+def test_refused_before_anybody_communicates(pool: RankPool) -> None:
+    pool.run(refusals, ranks=2, arguments={"who": 1})
+    with pytest.raises(ArgumentError, match="Engram"):
+        ElasticBuffer(None, num_cpu_bytes=1 << 20)
+
+
+def differing(ctx: Context, where: str) -> None:
+    with environment(buffer_environment(ctx.domain, ctx.options)):
+        if where == "constructor":
+            with pytest.raises((ArgumentError, TransportError), match=r"allow_hybrid_mode is True on rank 0 and False"):
+                ElasticBuffer(ctx.group, allow_hybrid_mode=ctx.rank == 0)
+            return
+        buffer = ElasticBuffer(ctx.group, num_gpu_timeout_secs=50, num_cpu_timeout_secs=40)
+    check_equal("timeout_s", buffer._communicator.general.timeout_s, 40.0)
+    ids = torch.zeros(2, 1, dtype=torch.int64)
+    with pytest.raises(PeerFailure, match=r"num_max_tokens_per_rank.* is (8|9), that of rank [01] (8|9)"):
+        buffer.dispatch(torch.zeros(2, 8), ids, num_experts=2, num_max_tokens_per_rank=8 + ctx.rank)
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("where", ["constructor", "dispatch"])
+def test_ranks_that_differ(pool: RankPool, where: str) -> None:
+    pool.run(differing, ranks=2, arguments={"where": where})
+
+
+def facts(ctx: Context) -> None:
+    with environment(buffer_environment(ctx.domain, ctx.options)):
+        buffer = ElasticBuffer(ctx.group, num_max_tokens_per_rank=32, hidden=512, num_topk=2, explicitly_destroy=True)
+    hint = ElasticBuffer.get_buffer_size_hint(ctx.group, 32, 512, num_topk=2)
+    check_equal("num_bytes", buffer.num_bytes, hint)
+    assert hint % (2 << 20) == 0 and hint >= 4 * 32 * 512 * 2
+    assert ElasticBuffer.get_buffer_size_hint(ctx.group, 32768, 512) > hint
+    check_equal("group", buffer.group, ctx.group)
+    check_equal("places", (buffer.scaleout_rank_idx, buffer.scaleup_rank_idx), (ctx.rank // 2, ctx.rank % 2))
+    check_equal("rank_idx", (buffer.rank_idx, buffer.num_ranks), (ctx.rank, 4))
+    num_sms = buffer.get_theoretical_num_sms(num_experts=8, num_topk=2)
+    assert num_sms > 0 and num_sms % 2 == 0 and buffer.get_theoretical_num_qps(num_sms) >= 1
+    buffer.barrier()
+    buffer.barrier(use_comm_stream=False, with_cpu_sync=True, sequential=False)
+    with EventOverlap(buffer.capture())(release_handle=True) as event:
+        ran = []
+        event.register_hook_after_wait(lambda: ran.append(1))
+    check_equal("hooks that ran", ran, [1])
+    assert event.event is None
+    missing = [
+        name for name in ("engram_write", "pp_send", "all_gather", "create_agrs_session") if hasattr(buffer, name)
+    ]
+    check_equal("names outside expert parallelism", [name for name in others if hasattr(buffer, name)], [])
+    buffer.destroy()
+    with pytest.raises(BufferClosedError):
+        buffer.barrier()
+
+
+def test_facts(pool: RankPool) -> None:
+    pool.run(facts, ranks=4, domain=2)

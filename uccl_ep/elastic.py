@@ -16,7 +16,7 @@ from .bootstrap import make_bootstrap, together
 from .communicator import Communicator
 from .ep_handle import EPHandle, Routes, source_metadata
 from .events import EventHandle, EventOverlap
-from .tensors import check_matrix, check_no_duplicates, check_rows, check_topk_weights, check_vector, round_up
+from .tensors import check_matrix, check_rows, check_topk_weights, check_vector, round_up
 
 Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 AnyEvent = EventHandle | EventOverlap
@@ -343,7 +343,7 @@ class ElasticBuffer:
             )
         self._check_statistics(statistics, num_experts)
         if do_expand and not do_cpu_sync:
-            check_no_duplicates(check_matrix("topk_idx", topk_idx, device))
+            _require_distinct(check_matrix("topk_idx", topk_idx, device), num_experts // ranks)
         layout = high_throughput.get_layout(communicator, topk_idx, num_experts)
         received = high_throughput.dispatch(
             communicator,
@@ -541,6 +541,24 @@ def _require_equal(everyone: list[dict[str, Any]]) -> None:
                 raise ArgumentError(
                     f"{name} is {first} on rank 0 and {other[name]} on rank {rank}: give every rank the same value"
                 )
+
+
+def _require_distinct(topk_idx: torch.Tensor, num_local_experts: int) -> None:
+    """Without counts, a token has room for each expert of a rank once. Only looked at on the CPU: it costs a host wait.
+
+    A top-k of no more than the experts of a rank has room for any picks.
+    """
+    if topk_idx.device.type != "cpu" or topk_idx.numel() == 0 or topk_idx.shape[1] <= num_local_experts:
+        return
+    ordered = topk_idx.sort(dim=1).values
+    twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).nonzero()
+    if len(twice):
+        token, k = (int(value) for value in twice[0])
+        raise ArgumentError(
+            f"topk_idx names expert {int(ordered[token, k])} more than once for token {token}: without do_cpu_sync an "
+            f"expanded dispatch of top-k {topk_idx.shape[1]} to {num_local_experts} experts a rank takes each once; "
+            "put -1 in place of the others, or pass do_cpu_sync=True"
+        )
 
 
 def _size_hint(num_ranks: int, max_tokens: int, hidden: int, num_topk: int, use_fp8: bool) -> int:
