@@ -39,7 +39,7 @@ from .low_latency_capacity import LowLatencyCapacity
 logger = logging.getLogger("uccl_ep")
 
 RINGS_PER_PROXY = 4
-AUTOMATIC_CHANNELS = 128  # at most; a channel keeps one multiprocessor busy
+MOST_CHANNELS = 48  # chosen automatically; more bring no bandwidth, and each has its own slots
 END_CALLS_S = 10.0  # kernels look at the abort word every few microseconds
 CLOSED = 7  # Reason::kClosed of layout.hpp
 COUNTER_KINDS = 11  # Counter::kCount of core/kernels/counters.hpp
@@ -176,15 +176,13 @@ class Communicator:
         logger.setLevel(general.log_level.upper())
         self._agree_on_options(low_latency_bytes)
         self._one_host = len(set(bootstrap.all_gather(_boot_identity()))) == 1
-        wanted = min(general.num_channels or AUTOMATIC_CHANNELS, self.backend.limits.max_blocks)
-        self.num_channels = min(bootstrap.all_gather(wanted))
-
         self.reachable = reachable_ranks(bootstrap, self.backend)
         self.ranks_per_domain = ranks_per_domain(self.reachable, general.domain_size)
         self.num_domains = self.num_ranks // self.ranks_per_domain
         first = self.rank // self.ranks_per_domain * self.ranks_per_domain
         self.domain_ranks = range(first, first + self.ranks_per_domain)
         remote = [rank for rank in range(self.num_ranks) if rank not in self.domain_ranks]
+        self.num_channels = min(bootstrap.all_gather(general.num_channels or self._automatic_channels()))
 
         if remote or general.transport != "auto":  # a named transport must be usable, needed or not
             together(bootstrap, "opening the transport", self._open_transport)
@@ -253,6 +251,17 @@ class Communicator:
                     f"{name} differs between ranks: {values[0]!r} on rank 0, {values[odd]!r} on rank {odd}; "
                     "give every rank the same value"
                 )
+
+    @property
+    def dispatch_roles(self) -> int:
+        """Teams that one channel of a high-throughput dispatch needs, as core/kernels/dispatch.hpp counts them."""
+        return (self.num_ranks - 1) + (self.ranks_per_domain - 1) + 2 * (self.num_domains - 1) + 1
+
+    def _automatic_channels(self) -> int:
+        """As many channels as have a block for each role, or where there is none for each, a warp."""
+        limits, roles = self.backend.limits, self.dispatch_roles
+        blocks = roles if roles <= limits.max_blocks else -(-roles // limits.max_warps_per_block)
+        return max(1, min(MOST_CHANNELS, limits.max_blocks // blocks))
 
     def _open_transport(self) -> None:
         self._transport_selection = selection = self.configuration.select_transport(one_host=self._one_host)

@@ -38,7 +38,7 @@ from .tensors import (
 SLOT_OVERHEAD = 64 + 3 * 16 + 64  # bytes of a slot that are not rows, at most (DispatchRows::capacity)
 RAIL_MASK_BYTES = 16
 Biases = tuple[torch.Tensor | None, torch.Tensor | None]
-REDUCER_STATE_BYTES = 24  # sizeof(IncomingRows) of core/kernels/combine.hpp
+TEAM_WARPS = 12  # of a block that works one role
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -191,19 +191,39 @@ def _check_payload(
     return x, scales
 
 
-def _grid(communicator: Communicator, roles: int) -> dict[str, int]:
-    """Blocks and warps so that every role of every channel has a warp: roles wait for each other."""
-    limits = communicator.backend.limits
+def _grid(communicator: Communicator, roles: int, most_warps: int = TEAM_WARPS) -> dict[str, int]:
+    """Blocks and warps so that every role of every channel has a team: roles wait for each other.
+
+    A team is a block where there are blocks for all, else a warp.
+    """
+    limits, channels = communicator.backend.limits, communicator.num_channels
+    if 1 < roles * channels <= limits.max_blocks:
+        warps = max(1, min(most_warps, limits.max_warps_per_block))
+        return {"num_blocks": roles * channels, "warps": warps, "team_warps": warps}
     warps = min(roles, limits.max_warps_per_block)
     blocks_per_channel = -(-roles // warps)
-    blocks = blocks_per_channel * communicator.num_channels
+    blocks = blocks_per_channel * channels
     if blocks > limits.max_blocks:
         raise ArgumentError(
-            f"{communicator.num_channels} channels with {roles} roles need {blocks} blocks at once, but the device "
+            f"{channels} channels with {roles} roles need {blocks} blocks at once, but the device "
             f"runs {limits.max_blocks}: set num_channels (UCCL_EP_NUM_CHANNELS) to at most "
             f"{max(1, limits.max_blocks // blocks_per_channel)}"
         )
-    return {"num_blocks": blocks, "warps": warps}
+    return {"num_blocks": blocks, "warps": warps, "team_warps": 1}
+
+
+def _combine_grid(communicator: Communicator) -> tuple[dict[str, int], int]:
+    """The grid of a combine and its bytes of shared memory, fewer warps where more would not fit."""
+    ranks = communicator.num_ranks
+    for most_warps in range(TEAM_WARPS, 0, -1):
+        grid = _grid(communicator, ranks, most_warps)
+        # CombineProgress of core/kernels/combine.hpp
+        tokens = 8 if grid["team_warps"] == 1 else 4 * grid["team_warps"]
+        tokens = max(1, min(tokens, 2048 // ranks))
+        shared_bytes = 8 * (ranks + 1) + 24 * grid["team_warps"] * (ranks + 2) + 4 * ranks * (2 + tokens)
+        if shared_bytes <= communicator.backend.limits.max_shared_bytes:
+            break
+    return grid, shared_bytes
 
 
 def dispatch(
@@ -257,7 +277,7 @@ def dispatch(
     elif topk_weights is not None:
         raise ArgumentError("topk_weights was given without topk_idx: give both, or neither")
     shape = _shape(communicator, x, scales, num_topk, num_experts, max_tokens)
-    grid = _grid(communicator, _roles(communicator))
+    grid = _grid(communicator, communicator.dispatch_roles)
     outputs = None
     if num_worst_tokens:  # known beforehand: when there is no memory for it, nobody has communicated yet
         try:
@@ -373,17 +393,12 @@ def dispatch_cached(
         topk_weights = check_topk_weights(topk_weights, topk_idx.shape, communicator.backend.torch_device)
         num_topk = topk_idx.shape[1]
     shape = _shape(communicator, x, scales, num_topk, handle.num_experts)
-    grid = _grid(communicator, _roles(communicator))
+    grid = _grid(communicator, communicator.dispatch_roles)
     scratch = torch.empty(handle.num_received, dtype=torch.int32, device=x.device)
     own = dataclasses.replace(handle, receive_source=scratch)
     outputs = _outputs(communicator, shape, handle.num_rows, x, scales, topk_idx)
     result = _stream(communicator, own, shape, x, scales, topk_idx, topk_weights, grid, outputs)
     return dataclasses.replace(result, handle=handle)
-
-
-def _roles(communicator: Communicator) -> int:
-    """Roles of a channel (dispatch_roles of core/kernels/dispatch.hpp)."""
-    return communicator.num_ranks - 1 + communicator.ranks_per_domain - 1 + 2 * (communicator.num_domains - 1) + 1
 
 
 _Outputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -441,8 +456,10 @@ def _stream(
             receive_topk_idx=pointer(receive_idx),
             receive_topk_weights=pointer(receive_weights),
             receive_source=pointer(handle.receive_source),
+            team_warps=grid["team_warps"],
         ),
-        **grid,
+        num_blocks=grid["num_blocks"],
+        warps=grid["warps"],
     )
     weights = receive_weights if topk_weights is not None else None
     return Dispatched(receive_x, receive_scales, receive_idx, weights, None, handle)
@@ -517,7 +534,7 @@ def combine(
             f"a row of {row_bytes} bytes does not fit a slot of {communicator.general.slot_bytes} bytes: "
             f"set slot_bytes (UCCL_EP_SLOT_BYTES) to at least {round_up(needed, 64)}"
         )
-    grid = _grid(communicator, communicator.num_ranks)
+    grid, shared_bytes = _combine_grid(communicator)
     out = communicator.backend.empty((handle.num_tokens, x.shape[1]), x.dtype)
     out_weights = None
     if topk_weights is not None:
@@ -543,8 +560,10 @@ def combine(
             num_tokens=handle.num_tokens,
             out=pointer(out),
             out_topk_weights=pointer(out_weights),
+            team_warps=grid["team_warps"],
         ),
-        shared_bytes=communicator.num_ranks * REDUCER_STATE_BYTES,
-        **grid,
+        shared_bytes=shared_bytes,
+        num_blocks=grid["num_blocks"],
+        warps=grid["warps"],
     )
     return out, out_weights

@@ -31,12 +31,10 @@ from .tensors import (
     names,
     plain,
     pointer,
-    round_up,
 )
 
 SCALE_GROUP = 128  # elements that share a scale
-WARPS_PER_BLOCK = 8
-MOST_BLOCKS = 48  # more cost more in grid barriers than they bring (docs/performance.md)
+WARPS_PER_BLOCK = 12
 MOST_TOKENS = (1 << 16) - 1  # sum_below of core/kernels/ll_dispatch.hpp adds 16-bit counts
 LIVE_RESULTS = 2  # results that are valid at the same time: one a parity
 QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
@@ -54,9 +52,8 @@ class LowLatencyHandle(tuple[Any, ...]):
 
     @classmethod
     def of(cls, state: _HandleState) -> LowLatencyHandle:
-        layout_range = (state.begin.to(torch.int64) << 32) | state.count.to(torch.int64)
         shape = state.shape
-        handle = cls((state.source_index, layout_range, shape.max_tokens, shape.hidden, shape.num_experts))
+        handle = cls((state.source_index, state.layout_range, shape.max_tokens, shape.hidden, shape.num_experts))
         handle.state = state
         return handle
 
@@ -77,6 +74,7 @@ class _HandleState:
     combine_base: torch.Tensor
     rows_before: torch.Tensor
     rows_home: torch.Tensor
+    layout_range: torch.Tensor
 
 
 class _Results:
@@ -205,9 +203,9 @@ class LowLatency:
         elif quantization:
             receive_scales = results.get("scales", (local_experts, groups, rows), torch.float32, communicator)
         count = empty((local_experts,), torch.int32)
-        scratch = empty((num_tokens * (num_topk + ranks) + ranks + 2 * num_experts,), torch.int32)
-        place, in_rank, rank_rows, expert_rows, expert_begin = torch.split(
-            scratch, [num_tokens * num_topk, num_tokens * ranks, ranks, num_experts, num_experts]
+        pairs = local_experts * ranks
+        begin, counts, rows_before, combine_base, rows_home = torch.split(
+            empty((3 * pairs + 2 * ranks,), torch.int32), [pairs, pairs, pairs, ranks, ranks]
         )
         state = _HandleState(
             owner=weakref.ref(self),
@@ -228,12 +226,14 @@ class LowLatency:
             combine_row=empty((num_tokens, num_topk), torch.int32),
             own_row=empty((num_tokens, num_topk), torch.int32),
             source_index=results.get("source", (local_experts, rows), torch.int32, communicator),
-            begin=torch.zeros((local_experts, ranks), dtype=torch.int32, device=device),
-            count=torch.zeros((local_experts, ranks), dtype=torch.int32, device=device),
-            combine_base=torch.zeros(ranks, dtype=torch.int32, device=device),
-            rows_before=torch.zeros((local_experts, ranks), dtype=torch.int32, device=device),
-            rows_home=torch.zeros(ranks, dtype=torch.int32, device=device),
+            begin=begin,
+            count=counts,
+            combine_base=combine_base,
+            rows_before=rows_before,
+            rows_home=rows_home,
+            layout_range=empty((local_experts, ranks), torch.int64),
         )
+        grid, num_chunks, shared_bytes = self._dispatch_grid(num_tokens, num_topk, num_experts)
         parameters = LowLatencyDispatchParameters(
             group=communicator.group_struct(),
             shape=state.shape,
@@ -243,13 +243,9 @@ class LowLatency:
             index_bytes=topk_idx.element_size(),
             combine_row=pointer(state.combine_row),
             own_row=pointer(state.own_row),
-            place_in_expert=place.data_ptr(),
-            row_in_rank=in_rank.data_ptr(),
-            rank_rows=rank_rows.data_ptr(),
-            expert_rows=expert_rows.data_ptr(),
-            expert_begin=expert_begin.data_ptr(),
             masked=pointer(self.mask),
             own_in_place=int(at_once and not quantization),
+            num_chunks=num_chunks,
             receive_x=pointer(receive_x),
             receive_scales=pointer(receive_scales),
             source_index=pointer(state.source_index),
@@ -259,25 +255,19 @@ class LowLatency:
             combine_base=pointer(state.combine_base),
             rows_before=pointer(state.rows_before),
             rows_home=pointer(state.rows_home),
+            layout_range=pointer(state.layout_range),
             statistics=pointer(statistics),
             wait_cost=pointer(wait_cost),
         )
         handle = LowLatencyHandle.of(state)
-        staging = round_up(round_up(wire_bytes, 16) + scale_bytes, 64)
-        placing = round_up((num_experts + ranks) * 4, 64)
-        grid = self._grid(placing, staging if quantization else 0)
-        communicator.launch(
-            "uccl_ep_ll_dispatch_send",
-            parameters,
-            shared_bytes=placing + (staging * grid["warps"] if quantization else 0),
-            **grid,
-        )
-        keep = (x, scratch, statistics, wait_cost)  # referred to by address until the receive half has run
+        communicator.launch("uccl_ep_ll_dispatch_send", parameters, shared_bytes=shared_bytes, **grid)
+        keep = (x, statistics, wait_cost)  # referred to by address until the receive half has run
+        # LowLatencyArrivals of core/kernels/ll_dispatch.hpp
+        arrivals_bytes = 12 * grid["warps"] * num_topk + 4 * (ranks + num_experts)
 
         def receive() -> None:
-            communicator.launch("uccl_ep_ll_dispatch_receive", parameters, **grid)
+            communicator.launch("uccl_ep_ll_dispatch_receive", parameters, shared_bytes=arrivals_bytes, **grid)
             _ = keep
-            handle[1].copy_((state.begin.to(torch.int64) << 32) | state.count.to(torch.int64))
 
         hook = self._hook("dispatch", receive)
         scales_view = None if receive_scales is None else receive_scales.transpose(1, 2)
@@ -293,13 +283,30 @@ class LowLatency:
                 "is needed"
             )
 
-    def _grid(self, fixed_bytes: int = 0, staging_bytes: int = 0) -> dict[str, int]:
-        """All blocks that run at once; fewer warps where their staging would not fit shared memory."""
+    def _grid(self) -> dict[str, int]:
+        """All blocks that run at once."""
         limits = self._communicator.backend.limits
         warps = 1 if limits.warp_size == 1 else min(WARPS_PER_BLOCK, limits.max_warps_per_block)
-        if staging_bytes:
-            warps = max(1, min(warps, (limits.max_shared_bytes - fixed_bytes) // staging_bytes))
-        return {"num_blocks": min(limits.max_blocks, MOST_BLOCKS), "warps": warps}
+        return {"num_blocks": limits.max_blocks, "warps": warps}
+
+    def _dispatch_grid(self, num_tokens: int, num_topk: int, num_experts: int) -> tuple[dict[str, int], int, int]:
+        """The grid of the send half, the runs of tokens that its warps place, and its bytes of shared memory.
+
+        Raises:
+            ArgumentError: the device has too little shared memory for so many experts.
+        """
+        grid, limits = self._grid(), self._communicator.backend.limits
+        keys = num_experts + self._communicator.num_ranks
+        entries = -(-num_tokens // grid["num_blocks"]) * num_topk
+        # LowLatencyPlacing of core/kernels/ll_dispatch.hpp
+        fixed = 4 * (keys + num_experts + 3 * entries)
+        num_chunks = min(grid["warps"], (limits.max_shared_bytes - fixed) // (2 * keys))
+        if num_chunks < 1:
+            raise ArgumentError(
+                f"{num_experts} experts and {num_tokens} tokens need {fixed + 2 * keys} bytes of shared memory, and a "
+                f"block has {limits.max_shared_bytes}: use dispatch(), or fewer tokens"
+            )
+        return grid, num_chunks, fixed + 2 * keys * num_chunks
 
     # ---- combine ----
 
@@ -424,9 +431,10 @@ class LowLatency:
         grid = self._grid()
         communicator.launch("uccl_ep_ll_combine_send", parameters, **grid)
         keep = (x, topk_weights, out, wait_cost, state)
+        terms_bytes = 16 * grid["warps"] * shape.num_topk  # WeightedRow of core/kernels/ll_combine.hpp
 
         def receive() -> None:
-            communicator.launch("uccl_ep_ll_combine_receive", parameters, **grid)
+            communicator.launch("uccl_ep_ll_combine_receive", parameters, shared_bytes=terms_bytes, **grid)
             _ = keep
 
         return out, self._hook("combine", receive)

@@ -30,13 +30,13 @@ struct CombineRows {
 UCCL_EP_DEVICE RowFormat row_format(const CombineParameters &p) { return {p.row_bytes, 0, p.num_topk, p.payload_type}; }
 
 // Role: send this channel's rows of `source` home.
-UCCL_EP_DEVICE bool combine_send(const CombineParameters &p, uint32_t source, uint32_t channel) {
+UCCL_EP_DEVICE bool combine_send(const CombineParameters &p, Team team, uint32_t source, uint32_t channel) {
     const Group &group = p.group;
     const uint32_t index = source * group.layout.num_channels + channel;
     const uint32_t total = static_cast<uint32_t>(p.receive_rows[index]);
     const uint64_t first = static_cast<uint64_t>(p.receive_offset[index]);
     const uint32_t capacity = CombineRows::capacity(p);
-    StreamSender sender(group, direct_to(group, source, channel), Phase::kCombine);
+    StreamSender sender(group, direct_to(group, source, channel), Phase::kCombine, team);
     bool ok = true;
     for (uint32_t sent = 0; sent < total && ok;) {
         const uint32_t rows = total - sent < capacity ? total - sent : capacity;
@@ -44,11 +44,12 @@ UCCL_EP_DEVICE bool combine_send(const CombineParameters &p, uint32_t source, ui
         ok = slot != nullptr;
         if (!ok) break;
         const CombineRows at = CombineRows::of(p, rows);
-        write_message_header(group, slot, OperationKind::kCombine, rows, row_format(p), group.rank);
-        device::copy(slot + at.payload, p.x + (first + sent) * p.row_bytes, uint64_t{rows} * p.row_bytes);
+        if (team.leads()) write_message_header(group, slot, OperationKind::kCombine, rows, row_format(p), group.rank);
+        copy_shared_out(team, slot + at.payload, p.x + (first + sent) * p.row_bytes, uint64_t{rows} * p.row_bytes);
         if (p.num_topk != 0) {
-            device::copy(slot + at.topk_weights, p.topk_weights + (first + sent) * p.num_topk,
-                         uint64_t{rows} * p.num_topk * 4);
+            copy_shared_out(team, slot + at.topk_weights,
+                            reinterpret_cast<const uint8_t *>(p.topk_weights + (first + sent) * p.num_topk),
+                            uint64_t{rows} * p.num_topk * 4);
         }
         ok = sender.commit(at.end);
         sent += rows;
@@ -57,161 +58,218 @@ UCCL_EP_DEVICE bool combine_send(const CombineParameters &p, uint32_t source, ui
     return ok;
 }
 
-// Where the reducer stands in the rows that come home from one rank.
-struct IncomingRows {
-    const uint8_t *payload;     // current message, or my own rows
+// One addend of a token's sum: its payload, and its top-k weights where it has some.
+struct CombineTerm {
+    const uint8_t *payload;
     const float *topk_weights;
-    uint32_t next, rows;        // next row of the message, rows in it
+    uint32_t rank;
+    uint32_t reserved;
 };
 
-// The ranks whose rows a token sums, in that order. A place in it is a rank, or an entry of the token's list.
-class Terms {
-  public:
-    UCCL_EP_DEVICE Terms(const CombineParameters &p, uint32_t token)
-        : in_rank_(p.is_token_in_rank + uint64_t{token} * p.group.num_ranks()),
-          list_(p.term_ranks == nullptr ? nullptr : p.term_ranks + uint64_t{token} * p.max_terms),
-          end_(p.term_ranks == nullptr ? p.group.num_ranks() : p.max_terms) {}
+// What the reducing team keeps in shared memory. Rows that come home from a rank are numbered in the order of its
+// tokens; every message but the last is full, so a row's number says where it lies.
+struct CombineProgress {
+    uint64_t *received;   // [ranks] messages received in earlier operations
+    CombineTerm *terms;   // [warps][ranks + 2]
+    uint32_t *next;       // [ranks] number of the next row
+    uint32_t *after;      // [ranks] and of the next after this round
+    int32_t *row;         // [tokens of a round][ranks] number of the token's row, -1: none
 
-    UCCL_EP_DEVICE bool goes_to(uint32_t rank) const { return in_rank_[rank] != 0; }
-    UCCL_EP_DEVICE uint32_t first() const { return at_or_after(0); }
-    UCCL_EP_DEVICE uint32_t next(uint32_t place) const { return at_or_after(place + 1); }
-    UCCL_EP_DEVICE bool is_end(uint32_t place) const { return place >= end_; }
-    UCCL_EP_DEVICE uint32_t rank(uint32_t place) const {
-        return list_ == nullptr ? place : static_cast<uint32_t>(list_[place]);
+    // Tokens of one round: enough for all warps, and no more than whose rows the slots can hold.
+    UCCL_EP_DEVICE static constexpr uint32_t tokens(uint32_t warps, uint32_t ranks, uint32_t slots, uint32_t capacity) {
+        const uint32_t wanted = warps == 1 ? 8 : 4 * warps, held = (slots - 1) * capacity + 1;
+        const uint32_t fit = ranks < 2048 ? 2048 / ranks : 1;
+        const uint32_t few = wanted < held ? wanted : held;
+        return few < fit ? few : fit;
     }
-
-  private:
-    UCCL_EP_DEVICE uint32_t at_or_after(uint32_t place) const {
-        while (place < end_ && (list_ == nullptr ? in_rank_[place] == 0 : list_[place] < 0)) ++place;
-        return place;
+    UCCL_EP_DEVICE static CombineProgress in(uint8_t *memory, uint32_t warps, uint32_t ranks) {
+        CombineProgress at;
+        at.received = reinterpret_cast<uint64_t *>(memory);
+        at.terms = reinterpret_cast<CombineTerm *>(at.received + ranks + ranks % 2);
+        at.next = reinterpret_cast<uint32_t *>(at.terms + warps * (ranks + 2));
+        at.after = at.next + ranks;
+        at.row = reinterpret_cast<int32_t *>(at.after + ranks);
+        return at;
     }
-
-    const uint8_t *in_rank_;
-    const int32_t *list_;
-    uint32_t end_;
 };
 
-// Neighbouring terms of one scale-up domain, which the tree of v2 sums and rounds before the domains are summed.
-struct DomainTerms {
-    uint32_t count, next;   // terms of the domain that begins at a place, and the first place behind them
-    uint32_t representative;  // the rank whose row holds their sum
+// The rows that come home from one rank over one channel.
+struct IncomingRows {
+    const CombineParameters &p;
+    StreamPlace place;
+    uint32_t rank, total, capacity;
+    uint64_t received;
 
-    // A domain's sum replaces the row of a rank that sent one: my own rows are the caller's.
-    UCCL_EP_DEVICE static DomainTerms at(const CombineParameters &p, const Terms &terms, uint32_t place) {
-        const uint32_t per_domain = p.group.layout.ranks_per_domain;
-        const uint32_t domain = terms.rank(place) / per_domain;
-        DomainTerms found{0, place, terms.rank(place)};
-        for (; !terms.is_end(found.next) && terms.rank(found.next) / per_domain == domain;
-             found.next = terms.next(found.next)) {
-            if (found.representative == p.group.rank) found.representative = terms.rank(found.next);
-            ++found.count;
+    UCCL_EP_DEVICE static IncomingRows of(const CombineParameters &p, const CombineProgress &progress, uint32_t rank,
+                                          uint32_t channel) {
+        return {p,
+                direct_from(p.group, rank, channel),
+                rank,
+                static_cast<uint32_t>(p.send_rows[rank * p.group.layout.num_channels + channel]),
+                CombineRows::capacity(p),
+                progress.received[rank]};
+    }
+    UCCL_EP_DEVICE uint32_t rows_of_message(uint32_t message) const {
+        return total - message * capacity < capacity ? total - message * capacity : capacity;
+    }
+    // Messages that bring `rows` rows, and those that are empty when as many have been taken.
+    UCCL_EP_DEVICE uint32_t messages_with(uint32_t rows) const { return (rows + capacity - 1) / capacity; }
+    UCCL_EP_DEVICE uint32_t messages_emptied(uint32_t rows) const {
+        return rows == total ? messages_with(rows) : rows / capacity;
+    }
+    UCCL_EP_DEVICE CombineTerm term(uint32_t row) const {
+        const uint32_t message = row / capacity;
+        const uint8_t *slot = slot_at(p.group, place, received + message);
+        const CombineRows at = CombineRows::of(p, rows_of_message(message));
+        const uint32_t within = row - message * capacity;
+        return {slot + at.payload + uint64_t{within} * p.row_bytes,
+                reinterpret_cast<const float *>(slot + at.topk_weights) + uint64_t{within} * p.num_topk, rank, 0};
+    }
+    // Wait until rows below `rows` are here; those below `before` were. One thread.
+    UCCL_EP_DEVICE bool wait(uint32_t before, uint32_t rows) const {
+        const uint32_t messages = messages_with(rows);
+        if (messages == messages_with(before)) return true;
+        if (!wait_signal(p.group, {Phase::kCombine, rank, place.data_signal, received + messages})) return false;
+        for (uint32_t message = messages_with(before); message < messages; ++message) {
+            if (!check_message(p.group, place, Phase::kCombine, received + message, OperationKind::kCombine,
+                               row_format(p)))
+                return false;
+            const uint32_t brings =
+                reinterpret_cast<const MessageHeader *>(slot_at(p.group, place, received + message))->rows;
+            if (brings != rows_of_message(message)) {
+                refuse_rows(p.group, place, Phase::kCombine, rank, brings, rows_of_message(message),
+                            OperationKind::kCombine);
+                return false;
+            }
         }
-        return found;
+        return true;
     }
 };
 
-// Sum and round the rows of each domain into the row of its representative. Called by the whole warp.
-template <class RowOf>
-UCCL_EP_DEVICE void sum_domains(const CombineParameters &p, const Terms &terms, RowOf row_of) {
-    for (uint32_t place = terms.first(); !terms.is_end(place);) {
-        const DomainTerms domain = DomainTerms::at(p, terms, place);
-        if (domain.count > 1) {
-            uint32_t at = place;
+// The tree of v2 sums the terms of each scale-up domain, which are neighbours, and rounds before the domains are
+// summed; returns how many terms are left. The whole warp.
+UCCL_EP_DEVICE uint32_t sum_domains(const CombineParameters &p, CombineTerm *terms, uint32_t num_terms) {
+    const uint32_t per_domain = p.group.layout.ranks_per_domain;
+    uint32_t left = 0;
+    for (uint32_t begin = 0, end; begin < num_terms; begin = end) {
+        // The sum replaces a row that another rank sent: my own rows are the caller's.
+        CombineTerm sum = terms[begin];
+        for (end = begin + 1; end < num_terms && terms[end].rank / per_domain == sum.rank / per_domain; ++end) {
+            if (sum.rank == p.group.rank) sum = terms[end];
+        }
+        if (end - begin > 1) {
             // A lane reads each element of all rows before it writes that element: summing in place is safe.
             sum_payload<false>(
-                p.payload_type, const_cast<uint8_t *>(row_of(domain.representative)), p.hidden, domain.count,
-                [&](uint32_t j) {
-                    at = j == 0 ? place : terms.next(at);
-                    return row_of(terms.rank(at));
-                },
-                [](uint32_t) { return 1.0f; });
+                p.payload_type, const_cast<uint8_t *>(sum.payload), 0, p.hidden, end - begin,
+                [&](uint32_t j) { return terms[begin + j].payload; }, [](uint32_t) { return 1.0f; });
         }
-        place = domain.next;
+        device::sync_warp();  // all lanes have read the terms up to `end`
+        if (device::lane() == 0) terms[left] = sum;
+        ++left;
+        device::sync_warp();
     }
-    device::sync_warp();
+    return left;
 }
 
-// Role: sum this channel's tokens.
-UCCL_EP_DEVICE bool combine_reduce(const CombineParameters &p, uint32_t channel, IncomingRows *incoming) {
+// Sum one token; `rows` are the numbers of its rows by rank. The whole warp.
+UCCL_EP_DEVICE void combine_sum(const CombineParameters &p, const CombineProgress &progress, uint32_t channel,
+                                uint32_t token, const int32_t *rows, CombineTerm *list) {
+    const Group &group = p.group;
+    const uint64_t own = static_cast<uint64_t>(p.receive_offset[group.rank * group.layout.num_channels + channel]);
+    const uint32_t num_biases = (p.bias[0] != nullptr) + (p.bias[1] != nullptr);
+    device::sync_warp();  // the terms of the token before have been read
+    if (device::lane() == 0 && num_biases != 0) {
+        list[0] = {(p.bias[0] != nullptr ? p.bias[0] : p.bias[1]) + uint64_t{token} * p.row_bytes, nullptr, 0, 0};
+        if (num_biases == 2) list[1] = {p.bias[1] + uint64_t{token} * p.row_bytes, nullptr, 0, 0};
+    }
+    CombineTerm *terms = list + num_biases;
+    uint32_t num_terms = 0;
+    const uint32_t candidates = p.term_ranks == nullptr ? group.num_ranks() : p.max_terms;
+    for (uint32_t base = 0; base < candidates; base += device::kWarpSize) {
+        const uint32_t i = base + device::lane();
+        int32_t rank = -1;
+        if (i < candidates)
+            rank = p.term_ranks == nullptr ? static_cast<int32_t>(i) : p.term_ranks[uint64_t{token} * p.max_terms + i];
+        const int32_t row = rank < 0 ? -1 : rows[rank];
+        const device::LaneMask there = device::ballot(row >= 0);
+        if (row >= 0) {
+            const auto number = static_cast<uint32_t>(row), from = static_cast<uint32_t>(rank);
+            terms[num_terms + device::population_count(there & device::lanes_below())] =
+                from == group.rank
+                    ? CombineTerm{p.x + (own + number) * p.row_bytes,
+                                  p.num_topk == 0 ? nullptr : p.topk_weights + (own + number) * p.num_topk, from, 0}
+                    : IncomingRows::of(p, progress, from, channel).term(number);
+        }
+        num_terms += device::population_count(there);
+    }
+    device::sync_warp();
+    for (uint32_t k = device::lane(); k < p.num_topk; k += device::kWarpSize) {
+        float sum = 0.0f;
+        for (uint32_t j = 0; j < num_terms; ++j) sum += terms[j].topk_weights[k];
+        p.out_topk_weights[uint64_t{token} * p.num_topk + k] = sum;
+    }
+    if (p.domains_first != 0) num_terms = sum_domains(p, terms, num_terms);
+    sum_payload<false>(
+        p.payload_type, p.out + uint64_t{token} * p.row_bytes, 0, p.hidden, num_biases + num_terms,
+        [&](uint32_t j) { return list[j].payload; }, [](uint32_t) { return 1.0f; });
+}
+
+// Role: sum this channel's tokens, some of them a round: their rows are waited for together, and go back together.
+UCCL_EP_DEVICE bool combine_reduce(const CombineParameters &p, Team team, uint32_t channel) {
     const Group &group = p.group;
     const uint32_t ranks = group.num_ranks(), channels = group.layout.num_channels;
     const TokenRange range = TokenRange::of(p.num_tokens, channel, channels);
-    for (uint32_t rank = device::lane(); rank < ranks; rank += device::kWarpSize)
-        incoming[rank] = {nullptr, nullptr, 0, 0};
-    device::sync_warp();  // another lane clears the entry that lane 0 fills next
-    if (device::lane() == 0) {
-        const uint64_t own = static_cast<uint64_t>(p.receive_offset[group.rank * channels + channel]);
-        incoming[group.rank] = {p.x + own * p.row_bytes, p.num_topk == 0 ? nullptr : p.topk_weights + own * p.num_topk,
-                                0, range.end - range.begin};
+    const CombineProgress progress = CombineProgress::in(device::shared_memory(), team.size, ranks);
+    const uint32_t most = CombineProgress::tokens(team.size, ranks, group.layout.num_slots, CombineRows::capacity(p));
+    for (uint32_t rank = team.index * device::kWarpSize + device::lane(); rank < ranks;
+         rank += team.size * device::kWarpSize) {
+        progress.received[rank] = *Counters::at(group, Counter::kDirectReceived, rank, channel);
+        progress.next[rank] = 0;
     }
-    device::sync_warp();
-    for (uint32_t token = range.begin; token < range.end; ++token) {
-        const Terms terms(p, token);
-        // Have a row of every rank that holds one.
-        for (uint32_t rank = 0; rank < ranks; ++rank) {
-            if (!terms.goes_to(rank) || rank == group.rank || incoming[rank].payload != nullptr) continue;
-            StreamReceiver receiver(group, direct_from(group, rank, channel), Phase::kCombine);
-            const uint8_t *slot = receiver.acquire(OperationKind::kCombine, row_format(p));
-            if (slot == nullptr) return false;
-            if (device::lane() == 0) {
-                const uint32_t rows = reinterpret_cast<const MessageHeader *>(slot)->rows;
-                const CombineRows at = CombineRows::of(p, rows);
-                incoming[rank] = {slot + at.payload, reinterpret_cast<const float *>(slot + at.topk_weights), 0, rows};
-            }
-            device::sync_warp();
-        }
-        const auto row_of = [&](uint32_t rank) {
-            return incoming[rank].payload + uint64_t{incoming[rank].next} * p.row_bytes;
-        };
-        const bool domains_first = p.domains_first != 0;
-        if (domains_first) sum_domains(p, terms, row_of);
-        // Biases, then ranks or domains. A cursor walks them, so that no list of terms needs room.
-        const uint32_t num_biases = (p.bias[0] != nullptr) + (p.bias[1] != nullptr);
-        uint32_t num_terms = num_biases;
-        for (uint32_t at = terms.first(); !terms.is_end(at); ++num_terms)
-            at = domains_first ? DomainTerms::at(p, terms, at).next : terms.next(at);
-        uint32_t next = 0;
-        sum_payload<false>(
-            p.payload_type, p.out + uint64_t{token} * p.row_bytes, p.hidden, num_terms,
-            [&](uint32_t j) -> const uint8_t * {
-                if (j < num_biases)
-                    return (p.bias[0] != nullptr && j == 0 ? p.bias[0] : p.bias[1]) + uint64_t{token} * p.row_bytes;
-                const uint32_t at = j == num_biases ? terms.first() : next;
-                if (domains_first) {
-                    const DomainTerms domain = DomainTerms::at(p, terms, at);
-                    next = domain.next;
-                    return row_of(domain.representative);
+    team.sync();
+    bool ok = true;
+    for (uint32_t first = range.begin; first < range.end && ok; first += most) {
+        const uint32_t tokens = range.end - first < most ? range.end - first : most;
+        for (uint32_t rank = team.index; rank < ranks; rank += team.size) {
+            uint32_t next = progress.next[rank];
+            for (uint32_t base = 0; base < tokens; base += device::kWarpSize) {
+                const uint32_t i = base + device::lane();
+                const bool there = i < tokens && p.is_token_in_rank[uint64_t{first + i} * ranks + rank] != 0;
+                const device::LaneMask mask = device::ballot(there);
+                if (i < tokens) {
+                    progress.row[i * ranks + rank] =
+                        there ? static_cast<int32_t>(next + device::population_count(mask & device::lanes_below()))
+                              : -1;
                 }
-                next = terms.next(at);
-                return row_of(terms.rank(at));
-            },
-            [](uint32_t) { return 1.0f; });
-        for (uint32_t k = device::lane(); k < p.num_topk; k += device::kWarpSize) {
-            float sum = 0.0f;
-            for (uint32_t rank = 0; rank < ranks; ++rank) {
-                if (terms.goes_to(rank))
-                    sum += incoming[rank].topk_weights[uint64_t{incoming[rank].next} * p.num_topk + k];
+                next += device::population_count(mask);
             }
-            p.out_topk_weights[uint64_t{token} * p.num_topk + k] = sum;
-        }
-        device::sync_warp();  // the rows have been read: slots may go back
-        for (uint32_t rank = 0; rank < ranks; ++rank) {
-            if (!terms.goes_to(rank)) continue;
-            const bool last = incoming[rank].next + 1 == incoming[rank].rows && rank != group.rank;
-            device::sync_warp();
             if (device::lane() == 0) {
-                ++incoming[rank].next;
-                if (last) incoming[rank].payload = nullptr;
-            }
-            if (last) {
-                StreamReceiver receiver(group, direct_from(group, rank, channel), Phase::kCombine);
-                if (!receiver.release()) return false;
-                receiver.finish();
+                progress.after[rank] = next;
+                const bool here = rank == group.rank || next == progress.next[rank];
+                ok = ok && (here || IncomingRows::of(p, progress, rank, channel).wait(progress.next[rank], next));
             }
         }
-        device::sync_warp();
+        ok = team.all(ok);
+        if (!ok) break;
+        for (uint32_t i = team.index; i < tokens; i += team.size) {
+            combine_sum(p, progress, channel, first + i, progress.row + i * ranks,
+                        progress.terms + team.index * (ranks + 2));
+        }
+        team.sync();  // the rows have been read: slots may go back
+        for (uint32_t rank = team.index; rank < ranks; rank += team.size) {
+            if (device::lane() != 0) continue;
+            const uint32_t before = progress.next[rank], after = progress.after[rank];
+            progress.next[rank] = after;
+            if (rank == group.rank || before == after) continue;
+            const IncomingRows rows = IncomingRows::of(p, progress, rank, channel);
+            if (rows.messages_emptied(before) == rows.messages_emptied(after)) continue;
+            const uint64_t emptied = rows.received + rows.messages_emptied(after);
+            ok = ok && raise_signal(group, rank, rows.place.credit_signal, emptied, Phase::kCombine);
+            *rows.place.counter = emptied;
+        }
+        ok = team.all(ok);
     }
-    return true;
+    return ok;
 }
 
 UCCL_EP_DEVICE uint32_t combine_roles(const Layout &layout) { return layout.num_ranks; }
@@ -219,15 +277,14 @@ UCCL_EP_DEVICE uint32_t combine_roles(const Layout &layout) { return layout.num_
 UCCL_EP_KERNEL(uccl_ep_combine, CombineParameters) {
     const CombineParameters &p = parameters;
     const Group &group = p.group;
-    const uint32_t channels = group.layout.num_channels, ranks = group.num_ranks();
-    const uint32_t channel = device::block_index() % channels;
-    const uint32_t warp = device::block_index() / channels * device::warps_per_block() + device::warp_in_block();
-    const uint32_t warps = device::num_blocks() / channels * device::warps_per_block();
-    for (uint32_t role = warp; role < combine_roles(group.layout); role += warps) {
+    const uint32_t ranks = group.num_ranks();
+    const ChannelTeams teams = ChannelTeams::of(p.team_warps, group.layout.num_channels);
+    const Team team = Team::of(p.team_warps);
+    for (uint32_t role = teams.first; role < combine_roles(group.layout); role += teams.count) {
         if (role == 0) {
-            combine_reduce(p, channel, reinterpret_cast<IncomingRows *>(device::shared_memory()));
+            combine_reduce(p, team, teams.channel);
         } else {
-            combine_send(p, (group.rank + role) % ranks, channel);
+            combine_send(p, team, (group.rank + role) % ranks, teams.channel);
         }
     }
 }

@@ -25,7 +25,9 @@ enum class SingleCounter : uint32_t {
     kLowLatencyCombineReceived = 3,
     kBarrier = 4,
     kGridArrived = 5,
-    kAborted = 6,  // not a count: non-zero once a kernel of this rank has seen that somebody failed
+    kGridRound = 6,    // barriers of all blocks that were passed
+    kBlocksDone = 7,   // blocks of the launch at hand that have done their part
+    kAborted = 8,  // not a count: non-zero once a kernel of this rank has seen that somebody failed
 };
 
 struct Counters {

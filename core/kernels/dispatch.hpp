@@ -4,25 +4,36 @@
 // place there (its rail peer), which forwards it inside the domain. Output rows lie in the order
 // (source rank, index on the source rank).
 //
-// Each channel is worked by the warps of the blocks with the same index modulo num_channels. A warp
-// runs one role at a time and roles wait for each other, so there must be a warp for every role.
+// Each channel is worked by the teams of the blocks with the same index modulo num_channels. A team
+// runs one role at a time and roles wait for each other, so there must be a team for every role.
 #pragma once
 
 #include "dispatch_rows.hpp"
 
 namespace uccl_ep {
 
+// One thread.
 UCCL_EP_DEVICE void write_message_header(const Group &group, uint8_t *slot, OperationKind kind, uint32_t rows,
                                          const RowFormat &format, uint32_t source) {
-    if (device::lane() == 0) {
-        *reinterpret_cast<MessageHeader *>(slot) = MessageHeader{group.operation,
-                                                                 static_cast<uint32_t>(kind),
-                                                                 rows,
-                                                                 format.row_bytes,
-                                                                 source,
-                                                                 {format.scale_bytes, format.num_topk, format.dtype}};
-    }
+    *reinterpret_cast<MessageHeader *>(slot) = MessageHeader{group.operation,
+                                                             static_cast<uint32_t>(kind),
+                                                             rows,
+                                                             format.row_bytes,
+                                                             source,
+                                                             {format.scale_bytes, format.num_topk, format.dtype}};
 }
+
+// Which roles of which channel the team of this warp takes: role `first` and each `count`-th after it.
+struct ChannelTeams {
+    uint32_t channel, first, count;
+
+    UCCL_EP_DEVICE static ChannelTeams of(uint32_t team_warps, uint32_t channels) {
+        const uint32_t in_block = device::warps_per_block() / team_warps;
+        return {device::block_index() % channels,
+                device::block_index() / channels * in_block + device::warp_in_block() / team_warps,
+                device::num_blocks() / channels * in_block};
+    }
+};
 
 UCCL_EP_DEVICE RowFormat row_format(const DispatchShape &shape) {
     return {shape.row_bytes, shape.scale_bytes, shape.num_topk, shape.dtype};
@@ -60,11 +71,11 @@ UCCL_EP_DEVICE void write_mask(const DispatchParameters &p, uint8_t *slot, const
 }
 
 // Role: send this channel's tokens that go to ranks [first_rank, first_rank + rank_count).
-UCCL_EP_DEVICE bool dispatch_send(const DispatchParameters &p, const StreamPlace &place, uint32_t first_rank,
+UCCL_EP_DEVICE bool dispatch_send(const DispatchParameters &p, Team team, const StreamPlace &place, uint32_t first_rank,
                                   uint32_t rank_count, uint32_t total, bool on_rail) {
     const Group &group = p.group;
     const uint32_t capacity = DispatchRows::capacity(p.shape, group.layout.slot_bytes, on_rail);
-    StreamSender sender(group, place, Phase::kDispatch);
+    StreamSender sender(group, place, Phase::kDispatch, team);
     uint32_t left = total, filled = 0, rows = 0;
     uint8_t *slot = nullptr;
     DispatchRows at{};
@@ -77,10 +88,13 @@ UCCL_EP_DEVICE bool dispatch_send(const DispatchParameters &p, const StreamPlace
                 slot = sender.acquire();
                 if (slot == nullptr) return false;
                 at = DispatchRows::of(p.shape, rows, on_rail);
-                write_message_header(group, slot, OperationKind::kDispatch, rows, row_format(p.shape), group.rank);
+                if (team.leads())
+                    write_message_header(group, slot, OperationKind::kDispatch, rows, row_format(p.shape), group.rank);
             }
-            write_row(p, slot, at, filled, token);
-            if (on_rail) write_mask(p, slot, at, filled, token, first_rank);
+            if (filled % team.size == team.index) {
+                write_row(p, slot, at, filled, token);
+                if (on_rail) write_mask(p, slot, at, filled, token, first_rank);
+            }
             if (++filled == rows) {
                 if (!sender.commit(at.end)) return false;
                 left -= rows;
@@ -93,36 +107,46 @@ UCCL_EP_DEVICE bool dispatch_send(const DispatchParameters &p, const StreamPlace
     return ok;
 }
 
-// Take the rows of one message into the output, starting at row `first`. Called by the whole warp.
-UCCL_EP_DEVICE void take_rows(const DispatchParameters &p, const uint8_t *slot, uint32_t rows, uint64_t first,
-                              bool on_rail) {
+// Copy bytes that lie together, a piece for each warp of the team.
+UCCL_EP_DEVICE void copy_shared_out(Team team, uint8_t *to, const uint8_t *from, uint64_t bytes) {
+    const uint64_t piece = team.size == 1 ? bytes : align_up((bytes + team.size - 1) / team.size, 512);
+    const uint64_t begin = piece * team.index;
+    if (begin >= bytes) return;
+    device::copy(to + begin, from + begin, bytes - begin < piece ? bytes - begin : piece);
+}
+
+// Take the rows of one message into the output, starting at row `first`. Called by the whole team.
+UCCL_EP_DEVICE void take_rows(const DispatchParameters &p, Team team, const uint8_t *slot, uint32_t rows,
+                              uint64_t first) {
     const DispatchShape &shape = p.shape;
-    const DispatchRows at = DispatchRows::of(shape, rows, on_rail);
-    device::copy(p.receive_x + first * shape.row_bytes, slot + at.payload, uint64_t{rows} * shape.row_bytes);
+    const DispatchRows at = DispatchRows::of(shape, rows, false);
+    copy_shared_out(team, p.receive_x + first * shape.row_bytes, slot + at.payload, uint64_t{rows} * shape.row_bytes);
     if (shape.scale_bytes != 0) {
-        device::copy(p.receive_scales + first * shape.scale_bytes, slot + at.scales,
-                     uint64_t{rows} * shape.scale_bytes);
+        copy_shared_out(team, p.receive_scales + first * shape.scale_bytes, slot + at.scales,
+                        uint64_t{rows} * shape.scale_bytes);
     }
+    const uint32_t thread = team.index * device::kWarpSize + device::lane(), threads = team.size * device::kWarpSize;
     const uint32_t local_experts = p.shape.num_experts / p.group.num_ranks();
     const int64_t first_expert = int64_t{p.group.rank} * local_experts;
     const auto *experts = reinterpret_cast<const int32_t *>(slot + at.topk_idx);
     const auto *weights = reinterpret_cast<const float *>(slot + at.topk_weights);
     const auto *source = reinterpret_cast<const int32_t *>(slot + at.source);
-    for (uint64_t i = device::lane(); i < uint64_t{rows} * shape.num_topk; i += device::kWarpSize) {
+    for (uint64_t i = thread; i < uint64_t{rows} * shape.num_topk; i += threads) {
         const int64_t local = experts[i] - first_expert;
         const bool here = local >= 0 && local < local_experts;
         store_index(p.receive_topk_idx, p.index_bytes, first * shape.num_topk + i, here ? local : -1);
         p.receive_topk_weights[first * shape.num_topk + i] = here ? weights[i] : 0.0f;
     }
-    for (uint32_t i = device::lane(); i < rows; i += device::kWarpSize) p.receive_source[first + i] = source[i];
+    for (uint32_t i = thread; i < rows; i += threads) p.receive_source[first + i] = source[i];
 }
 
 // Role: receive this channel's rows of `source`.
-UCCL_EP_DEVICE bool dispatch_receive(const DispatchParameters &p, const StreamPlace &place, uint32_t source) {
+UCCL_EP_DEVICE bool dispatch_receive(const DispatchParameters &p, Team team, const StreamPlace &place,
+                                     uint32_t source) {
     const uint32_t index = source * p.group.layout.num_channels + place.channel;
     const uint32_t total = static_cast<uint32_t>(p.receive_rows[index]);
     const uint64_t first = static_cast<uint64_t>(p.receive_offset[index]);
-    StreamReceiver receiver(p.group, place, Phase::kDispatch);
+    StreamReceiver receiver(p.group, place, Phase::kDispatch, team);
     bool ok = true;
     for (uint32_t taken = 0; taken < total && ok;) {
         const uint8_t *slot = receiver.acquire(OperationKind::kDispatch, row_format(p.shape));
@@ -130,11 +154,11 @@ UCCL_EP_DEVICE bool dispatch_receive(const DispatchParameters &p, const StreamPl
         if (!ok) break;
         const uint32_t rows = reinterpret_cast<const MessageHeader *>(slot)->rows;
         if (rows > total - taken) {  // of another handle than this rank's: they would not fit the output
-            receiver.refuse_rows(source, rows, total - taken, OperationKind::kDispatch);
+            receiver.refuse(source, rows, total - taken, OperationKind::kDispatch);
             ok = false;
             break;
         }
-        take_rows(p, slot, rows, first + taken, false);
+        take_rows(p, team, slot, rows, first + taken);
         taken += rows;
         ok = receiver.release();
     }
@@ -143,15 +167,18 @@ UCCL_EP_DEVICE bool dispatch_receive(const DispatchParameters &p, const StreamPl
 }
 
 // Role: my own tokens that stay here go straight to the output.
-UCCL_EP_DEVICE void dispatch_keep(const DispatchParameters &p, uint32_t channel) {
+UCCL_EP_DEVICE void dispatch_keep(const DispatchParameters &p, Team team, uint32_t channel) {
     const Group &group = p.group;
     const DispatchShape &shape = p.shape;
     const uint32_t channels = group.layout.num_channels;
     const uint32_t local_experts = shape.num_experts / group.num_ranks();
     const int64_t first_expert = int64_t{group.rank} * local_experts;
-    uint64_t row = static_cast<uint64_t>(p.receive_offset[group.rank * channels + channel]);
+    uint64_t next = static_cast<uint64_t>(p.receive_offset[group.rank * channels + channel]);
+    uint32_t turn = 0;
     for_each_token(p.is_token_in_rank, group.num_ranks(), TokenRange::of(p.num_tokens, channel, channels), group.rank,
                    1, [&](uint32_t token) {
+                       const uint64_t row = next++;
+                       if (turn++ % team.size != team.index) return true;
                        device::copy(p.receive_x + row * shape.row_bytes, p.x + uint64_t{token} * shape.row_bytes,
                                     shape.row_bytes);
                        if (shape.scale_bytes != 0) {
@@ -167,18 +194,17 @@ UCCL_EP_DEVICE void dispatch_keep(const DispatchParameters &p, uint32_t channel)
                                here && p.topk_weights != nullptr ? p.topk_weights[i] : 0.0f;
                        }
                        if (device::lane() == 0) p.receive_source[row] = static_cast<int32_t>(token);
-                       ++row;
                        return true;
                    });
 }
 
 // Role: forward this channel's rows of my rail peer in `source_domain` to the ranks of my domain.
-UCCL_EP_DEVICE bool dispatch_forward(const DispatchParameters &p, uint32_t source_domain, uint32_t channel) {
+UCCL_EP_DEVICE bool dispatch_forward(const DispatchParameters &p, Team team, uint32_t source_domain, uint32_t channel) {
     const Group &group = p.group;
     const DispatchShape &shape = p.shape;
     const uint32_t source = rail_peer(group, source_domain);
     const uint32_t total = static_cast<uint32_t>(p.rail_rows[source_domain * group.layout.num_channels + channel]);
-    StreamReceiver receiver(group, rail_from(group, source_domain, channel), Phase::kForward);
+    StreamReceiver receiver(group, rail_from(group, source_domain, channel), Phase::kForward, team);
     bool ok = true;
     for (uint32_t taken = 0; taken < total && ok;) {
         const uint8_t *slot = receiver.acquire(OperationKind::kDispatch, row_format(shape));
@@ -197,15 +223,18 @@ UCCL_EP_DEVICE bool dispatch_forward(const DispatchParameters &p, uint32_t sourc
                 count += device::population_count(device::ballot(row < rows && goes(row, place)));
             }
             if (count == 0) continue;
-            StreamSender sender(group, forward_to(group, source_domain, place, channel), Phase::kForward);
+            StreamSender sender(group, forward_to(group, source_domain, place, channel), Phase::kForward, team);
             uint8_t *out = sender.acquire();
             ok = out != nullptr;
             if (ok) {
                 const DispatchRows at = DispatchRows::of(shape, count, false);
-                write_message_header(group, out, OperationKind::kDispatch, count, row_format(shape), source);
-                uint32_t filled = 0;
+                if (team.leads())
+                    write_message_header(group, out, OperationKind::kDispatch, count, row_format(shape), source);
+                uint32_t next = 0;
                 for (uint32_t row = 0; row < rows; ++row) {
                     if (!goes(row, place)) continue;
+                    const uint32_t filled = next++;
+                    if (filled % team.size != team.index) continue;
                     device::copy(out + at.payload + uint64_t{filled} * shape.row_bytes,
                                  slot + from.payload + uint64_t{row} * shape.row_bytes, shape.row_bytes);
                     device::copy(out + at.scales + uint64_t{filled} * shape.scale_bytes,
@@ -217,7 +246,6 @@ UCCL_EP_DEVICE bool dispatch_forward(const DispatchParameters &p, uint32_t sourc
                                  slot + from.topk_weights + uint64_t{row} * shape.num_topk * 4,
                                  uint64_t{shape.num_topk} * 4);
                     device::copy(out + at.source + uint64_t{filled} * 4, slot + from.source + uint64_t{row} * 4, 4);
-                    ++filled;
                 }
                 ok = sender.commit(at.end);
             }
@@ -230,7 +258,7 @@ UCCL_EP_DEVICE bool dispatch_forward(const DispatchParameters &p, uint32_t sourc
     return ok;
 }
 
-// Warps that the roles of one channel need.
+// Teams that the roles of one channel need.
 UCCL_EP_DEVICE uint32_t dispatch_roles(const Layout &layout) {
     return (layout.num_ranks - 1) + (layout.ranks_per_domain - 1) + 2 * (layout.num_domains() - 1) + 1;
 }
@@ -240,38 +268,39 @@ UCCL_EP_KERNEL(uccl_ep_dispatch, DispatchParameters) {
     const Group &group = p.group;
     const Layout &layout = group.layout;
     const uint32_t channels = layout.num_channels, per_domain = layout.ranks_per_domain, ranks = layout.num_ranks;
-    const uint32_t channel = device::block_index() % channels;
-    const uint32_t warp = device::block_index() / channels * device::warps_per_block() + device::warp_in_block();
-    const uint32_t warps = device::num_blocks() / channels * device::warps_per_block();
-    for (uint32_t role = warp; role < dispatch_roles(layout); role += warps) {
+    const ChannelTeams teams = ChannelTeams::of(p.team_warps, channels);
+    const Team team = Team::of(p.team_warps);
+    const uint32_t channel = teams.channel;
+    for (uint32_t role = teams.first; role < dispatch_roles(layout); role += teams.count) {
         uint32_t i = role;
         if (i < ranks - 1) {  // receive; a neighbour first, so that not all senders face the same rank
             const uint32_t source = (group.rank + 1 + i) % ranks;
             dispatch_receive(
-                p, group.is_local(source) ? direct_from(group, source, channel) : forward_from(group, source, channel),
+                p, team,
+                group.is_local(source) ? direct_from(group, source, channel) : forward_from(group, source, channel),
                 source);
             continue;
         }
         i -= ranks - 1;
         if (i < per_domain - 1) {
             const uint32_t destination = group.domain() * per_domain + (group.place() + 1 + i) % per_domain;
-            dispatch_send(p, direct_to(group, destination, channel), destination, 1,
+            dispatch_send(p, team, direct_to(group, destination, channel), destination, 1,
                           static_cast<uint32_t>(p.send_rows[destination * channels + channel]), false);
             continue;
         }
         i -= per_domain - 1;
         if (i < layout.num_domains() - 1) {
             const uint32_t domain = (group.domain() + 1 + i) % layout.num_domains();
-            dispatch_send(p, rail_to(group, domain, channel), domain * per_domain, per_domain,
+            dispatch_send(p, team, rail_to(group, domain, channel), domain * per_domain, per_domain,
                           static_cast<uint32_t>(p.rail_send_rows[domain * channels + channel]), true);
             continue;
         }
         i -= layout.num_domains() - 1;
         if (i < layout.num_domains() - 1) {
-            dispatch_forward(p, (group.domain() + 1 + i) % layout.num_domains(), channel);
+            dispatch_forward(p, team, (group.domain() + 1 + i) % layout.num_domains(), channel);
             continue;
         }
-        dispatch_keep(p, channel);
+        dispatch_keep(p, team, channel);
     }
 }
 

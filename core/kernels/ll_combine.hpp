@@ -15,23 +15,9 @@ UCCL_EP_KERNEL(uccl_ep_ll_combine_send, LowLatencyCombineParameters) {
     uint64_t *sent = Counters::at(group, SingleCounter::kLowLatencyCombineSent);
     const uint64_t number = *sent + 1;
     const uint32_t parity = static_cast<uint32_t>(number & 1);
-    const uint32_t warp = device::block_index() * device::warps_per_block() + device::warp_in_block();
-    const uint32_t warps = device::num_blocks() * device::warps_per_block();
     const auto masked = [&](uint32_t rank) { return p.masked != nullptr && p.masked[rank] != 0; };
-    if (warp == 0) {
-        for (uint32_t peer = 0; peer < ranks; ++peer) {
-            if (peer == group.rank || masked(peer)) continue;
-            const uint32_t credit = layout.signal_index(SignalKind::kLowLatencyCombineCredit, peer, 0);
-            if (number > 2 && !wait_signal_warp(group, {Phase::kLowLatencyCombineSend, peer, credit, number - 2}))
-                break;
-            if (!group.is_local(peer) && device::lane() == 0) {
-                const uint64_t ticket = *Counters::combine_ticket(group, parity, peer);
-                const uint32_t signal = layout.signal_index(SignalKind::kLowLatencyCombine, group.rank, 0);
-                if (ticket != 0) wait_completed(group, peer, signal, ticket - 1, Phase::kLowLatencyCombineSend);
-            }
-        }
-    }
-    if (!sync_grid(group)) return;
+    const bool ok = ll_wait_room(group, SignalKind::kLowLatencyCombineCredit, SignalKind::kLowLatencyCombine, number,
+                                 Counters::combine_ticket(group, parity, 0), Phase::kLowLatencyCombineSend, masked);
     const uint64_t rows_per_expert = uint64_t{ranks} * shape.max_tokens;
     // Offset, in the outbox, of the rows for a destination that a transport reaches.
     const auto outbox_of = [&](uint32_t destination) {
@@ -43,9 +29,11 @@ UCCL_EP_KERNEL(uccl_ep_ll_combine_send, LowLatencyCombineParameters) {
         return offset;
     };
     // Rows of one expert for one destination lie together at both ends. Several warps share them where there are
-    // more warps than such pairs, row by row, so that a crowded expert is not one warp's work.
-    const uint32_t pairs = local_experts * ranks;
-    const uint32_t sharers = warps > pairs ? warps / pairs : 1;
+    // more warps than such pairs, by rows and by pieces of rows, so that a crowded expert is not one warp's work.
+    const uint32_t warp = device::block_index() * device::warps_per_block() + device::warp_in_block();
+    const uint32_t warps = device::num_blocks() * device::warps_per_block();
+    const uint32_t pairs = ok ? local_experts * ranks : 0;
+    const uint32_t sharers = warps > pairs && pairs != 0 ? warps / pairs : 1;
     for (uint32_t item = warp; item < pairs * sharers; item += warps) {
         const uint32_t pair = item / sharers, share = item % sharers;
         const uint32_t destination = pair % ranks;
@@ -57,15 +45,23 @@ UCCL_EP_KERNEL(uccl_ep_ll_combine_send, LowLatencyCombineParameters) {
                                 static_cast<uint64_t>(p.combine_base[destination]) * shape.row_bytes
                           : group.data + outbox_of(destination);
         to += static_cast<uint64_t>(p.rows_before[pair]) * shape.row_bytes;
-        const uint32_t run = sharers == 1 ? rows : 1;
-        for (uint32_t row = share * run; row < rows; row += sharers * run) {
-            device::copy(to + uint64_t{row} * shape.row_bytes, p.x + (first + row) * shape.row_bytes,
-                         uint64_t{run} * shape.row_bytes);
+        const uint8_t *from = p.x + first * shape.row_bytes;
+        if (sharers == 1) {
+            device::copy(to, from, uint64_t{rows} * shape.row_bytes);
+            continue;
+        }
+        const uint32_t wanted = rows >= sharers ? 1 : sharers / rows;
+        const uint64_t piece = align_up((shape.row_bytes + wanted - 1) / wanted, 512);
+        const uint32_t pieces = static_cast<uint32_t>((shape.row_bytes + piece - 1) / piece);
+        for (uint32_t unit = share; unit < rows * pieces; unit += sharers) {
+            const uint64_t begin = unit % pieces * piece, at = uint64_t{unit / pieces} * shape.row_bytes + begin;
+            device::copy(to + at, from + at, shape.row_bytes - begin < piece ? shape.row_bytes - begin : piece);
         }
     }
-    // The barrier orders the rows before the signals below: their release covers what the barrier made visible.
-    if (!sync_grid(group)) return;
-    for (uint32_t destination = warp; destination < ranks; destination += warps) {
+    // The last block has seen the others' arrival, so its signals carry their rows too.
+    if (!last_block(group) || aborted(group)) return;
+    for (uint32_t destination = device::warp_in_block(); destination < ranks;
+         destination += device::warps_per_block()) {
         if (device::lane() != 0 || destination == group.rank || masked(destination)) continue;
         uint64_t ticket = 0;
         ll_send(group, destination, SignalKind::kLowLatencyCombine,
@@ -75,7 +71,42 @@ UCCL_EP_KERNEL(uccl_ep_ll_combine_send, LowLatencyCombineParameters) {
                 Phase::kLowLatencyCombineSend, &ticket);
         if (!group.is_local(destination)) *Counters::combine_ticket(group, parity, destination) = ticket + 1;
     }
-    if (warp == 0 && device::lane() == 0) *sent = number;
+    if (device::warp_in_block() == 0 && device::lane() == 0) *sent = number;
+}
+
+// A row that a token's sum takes, and its factor; a list of them in shared memory for each warp.
+struct WeightedRow {
+    const uint8_t *row;
+    float weight;
+    uint32_t reserved;
+};
+
+// Sum elements [begin, end) of a token. The whole warp.
+UCCL_EP_DEVICE void ll_sum_token(const LowLatencyCombineParameters &p, const uint8_t *inbox, uint32_t token,
+                                 uint32_t begin, uint32_t end, WeightedRow *terms) {
+    const LowLatencyShape &shape = p.shape;
+    const uint64_t first = uint64_t{token} * shape.num_topk;
+    uint32_t num_terms = 0;
+    device::sync_warp();  // the list of the token before has been read
+    for (uint32_t base = 0; base < shape.num_topk; base += device::kWarpSize) {
+        const uint32_t k = base + device::lane();
+        const bool inside = k < shape.num_topk;
+        const int32_t row = inside ? p.combine_row[first + k] : -1, own = inside ? p.own_row[first + k] : -1;
+        const float weight = inside ? p.topk_weights[first + k] : 0.0f;
+        const device::LaneMask taken = device::ballot(row >= 0);
+        if (row >= 0) {
+            const bool in_place = p.own_in_place != 0 && own >= 0;
+            terms[num_terms + device::population_count(taken & device::lanes_below())] = {
+                in_place ? p.x + static_cast<uint64_t>(own) * shape.row_bytes
+                         : inbox + static_cast<uint64_t>(row) * shape.row_bytes,
+                weight, 0};
+        }
+        num_terms += device::population_count(taken);
+    }
+    device::sync_warp();
+    sum_payload<true>(
+        shape.payload_type, p.out + uint64_t{token} * shape.row_bytes, begin, end, num_terms,
+        [&](uint32_t j) { return terms[j].row; }, [&](uint32_t j) { return terms[j].weight; });
 }
 
 UCCL_EP_KERNEL(uccl_ep_ll_combine_receive, LowLatencyCombineParameters) {
@@ -90,38 +121,34 @@ UCCL_EP_KERNEL(uccl_ep_ll_combine_receive, LowLatencyCombineParameters) {
     const uint32_t warp = device::block_index() * device::warps_per_block() + device::warp_in_block();
     const uint32_t warps = device::num_blocks() * device::warps_per_block();
     const auto masked = [&](uint32_t rank) { return p.masked != nullptr && p.masked[rank] != 0; };
-    for (uint32_t i = warp; i < ranks; i += warps) {
+    bool ok = true;
+    for (uint32_t i = device::warp_in_block(); i < ranks; i += device::warps_per_block()) {
         const uint32_t source = (group.rank + i) % ranks;
         if (source == group.rank || masked(source) || device::lane() != 0) continue;
-        const uint64_t start = p.wait_cost != nullptr ? device::now_ns() : 0;
+        const bool timed = p.wait_cost != nullptr && device::block_index() == 0;
+        const uint64_t start = timed ? device::now_ns() : 0;
         const uint32_t signal = layout.signal_index(SignalKind::kLowLatencyCombine, source, 0);
-        wait_signal(group, {Phase::kLowLatencyCombineReceive, source, signal, number});
-        if (p.wait_cost != nullptr) p.wait_cost[source] += static_cast<int64_t>(device::now_ns() - start);
+        ok = ok && wait_signal(group, {Phase::kLowLatencyCombineReceive, source, signal, number});
+        if (timed) p.wait_cost[source] += static_cast<int64_t>(device::now_ns() - start);
     }
-    if (!sync_grid(group)) return;
-    const uint8_t *inbox = group.data + layout.ll_combine_inbox(parity);
-    for (uint32_t token = warp; token < p.num_tokens; token += warps) {
-        const int32_t *rows = p.combine_row + uint64_t{token} * shape.num_topk;
-        const int32_t *own_rows = p.own_row + uint64_t{token} * shape.num_topk;
-        const float *weights = p.topk_weights + uint64_t{token} * shape.num_topk;
-        uint32_t num_terms = 0;
-        for (uint32_t k = 0; k < shape.num_topk; ++k) num_terms += rows[k] >= 0;
-        uint32_t k = 0;  // the k of the current term: terms are asked for in order
-        sum_payload<true>(
-            shape.payload_type, p.out + uint64_t{token} * shape.row_bytes, shape.hidden, num_terms,
-            [&](uint32_t j) -> const uint8_t * {
-                k = j == 0 ? 0 : k + 1;
-                while (rows[k] < 0) ++k;
-                if (p.own_in_place != 0 && own_rows[k] >= 0) {
-                    return p.x + static_cast<uint64_t>(own_rows[k]) * shape.row_bytes;
-                }
-                return inbox + static_cast<uint64_t>(rows[k]) * shape.row_bytes;
-            },
-            [&](uint32_t) { return weights[k]; });
+    if (device::sync_block_all(ok)) {
+        const uint8_t *inbox = group.data + layout.ll_combine_inbox(parity);
+        auto *terms =
+            reinterpret_cast<WeightedRow *>(device::shared_memory()) + device::warp_in_block() * shape.num_topk;
+        // Few tokens: several warps share one.
+        const uint32_t wanted = warps > p.num_tokens && p.num_tokens != 0 ? warps / p.num_tokens : 1;
+        const auto piece = static_cast<uint32_t>(
+            align_up((shape.hidden + wanted - 1) / wanted, sum_step(shape.row_bytes / shape.hidden)));
+        const uint32_t pieces = (shape.hidden + piece - 1) / piece;
+        for (uint32_t item = warp; item < p.num_tokens * pieces; item += warps) {
+            const uint32_t begin = item % pieces * piece;
+            ll_sum_token(p, inbox, item / pieces, begin, shape.hidden - begin < piece ? shape.hidden : begin + piece,
+                         terms);
+        }
     }
-    if (!sync_grid(group)) return;
-    const uint32_t thread = warp * device::kWarpSize + device::lane();
-    for (uint32_t source = thread; source < ranks; source += warps * device::kWarpSize) {
+    if (!last_block(group) || aborted(group)) return;
+    const uint32_t thread = device::warp_in_block() * device::kWarpSize + device::lane();
+    for (uint32_t source = thread; source < ranks; source += device::warps_per_block() * device::kWarpSize) {
         if (source == group.rank || masked(source)) continue;
         raise_signal(group, source, layout.signal_index(SignalKind::kLowLatencyCombineCredit, group.rank, 0), number,
                      Phase::kLowLatencyCombineReceive);

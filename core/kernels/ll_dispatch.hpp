@@ -50,80 +50,135 @@ UCCL_EP_DEVICE uint32_t sum_below(uint32_t value, uint32_t *total) {
     return below;
 }
 
-// Shared memory of the placing warp: rows per expert, then rows per rank.
-UCCL_EP_DEVICE constexpr uint64_t ll_placing_bytes(uint32_t num_experts, uint32_t num_ranks) {
-    return align_up((uint64_t{num_experts} + num_ranks) * 4, 64);
+// What each block works out for itself, in its shared memory, from the indices of all tokens: no block waits for
+// another. A key is an expert, or `num_experts` plus a rank; a chunk is a run of tokens that one warp takes. Tokens
+// are dealt to blocks in turn; an entry is one (token, k) of this block.
+struct LowLatencyPlacing {
+    uint32_t experts, keys, chunks, entries;
+    int32_t *total;    // [keys] rows of mine with that key
+    int32_t *begin;    // [experts] rows of mine in the experts before: the order in which rows come home
+    int32_t *expert;   // [entries] -1: none
+    int32_t *place;    // [entries] place among my rows of that expert
+    int32_t *row;      // [entries] row in the message to the expert's rank; -1 but for the first k of each rank
+    uint16_t *before;  // [chunks][keys] rows in the chunks before; counts up while the chunk is walked
+
+    UCCL_EP_DEVICE static constexpr uint64_t bytes(uint32_t experts, uint32_t ranks, uint32_t chunks,
+                                                   uint32_t entries) {
+        return (uint64_t{experts} * 2 + ranks + uint64_t{entries} * 3) * 4 +
+               uint64_t{chunks} * (uint64_t{experts} + ranks) * 2;
+    }
+    UCCL_EP_DEVICE static LowLatencyPlacing in(uint8_t *memory, uint32_t experts, uint32_t ranks, uint32_t chunks,
+                                               uint32_t entries) {
+        LowLatencyPlacing at;
+        at.experts = experts;
+        at.keys = experts + ranks;
+        at.chunks = chunks;
+        at.entries = entries;
+        at.total = reinterpret_cast<int32_t *>(memory);
+        at.begin = at.total + at.keys;
+        at.expert = at.begin + experts;
+        at.place = at.expert + entries;
+        at.row = at.place + entries;
+        at.before = reinterpret_cast<uint16_t *>(at.row + entries);
+        return at;
+    }
+};
+
+UCCL_EP_DEVICE int64_t ll_expert(const LowLatencyDispatchParameters &p, uint32_t entry, uint32_t local_experts) {
+    const int64_t expert = load_index(p.topk_idx, p.index_bytes, entry);
+    return expert >= 0 && p.masked != nullptr && p.masked[static_cast<uint32_t>(expert) / local_experts] != 0 ? -1
+                                                                                                              : expert;
 }
 
-// One warp finds, for each (token, k), its place among this rank's rows of that expert; for each (token,
-// rank) its row in the message to that rank; and the counts. A warp takes one entry a lane in a step, in order.
-UCCL_EP_DEVICE void ll_place_rows(const LowLatencyDispatchParameters &p) {
-    const uint32_t ranks = p.group.num_ranks(), topk = p.shape.num_topk, experts = p.shape.num_experts;
-    const uint32_t local_experts = experts / ranks;
-    auto *expert_rows = reinterpret_cast<int32_t *>(device::shared_memory());
-    int32_t *rank_rows = expert_rows + experts;
-    for (uint32_t i = device::lane(); i < experts + ranks; i += device::kWarpSize) expert_rows[i] = 0;
+// Each lane with a key takes the next number of that key, lower lanes first. Whole warp.
+UCCL_EP_DEVICE uint32_t take_numbers(uint16_t *next, uint32_t key, bool has_key) {
+    const device::LaneMask same = device::match(has_key ? key : ~uint32_t{0});
+    const uint32_t below = device::population_count(same & device::lanes_below());
+    uint32_t number = 0;
+    if (has_key) number = next[key] + below;
+    device::sync_warp();  // all lanes have read the numbers
+    if (has_key && below == 0) next[key] = static_cast<uint16_t>(next[key] + device::population_count(same));
     device::sync_warp();
-    const uint32_t entries = p.num_tokens * topk;
-    for (uint32_t base = 0; base < entries; base += device::kWarpSize) {
-        const uint32_t i = base + device::lane();
-        int64_t expert = i < entries ? load_index(p.topk_idx, p.index_bytes, i) : -1;
-        if (expert >= 0 && p.masked != nullptr && p.masked[static_cast<uint32_t>(expert) / local_experts] != 0)
-            expert = -1;
-        const device::LaneMask same = device::match(expert < 0 ? ~uint32_t{0} : static_cast<uint32_t>(expert));
-        const uint32_t before = device::population_count(same & device::lanes_below());
-        int32_t place = -1;
-        if (expert >= 0) place = expert_rows[expert] + static_cast<int32_t>(before);
-        device::sync_warp();  // all lanes have read the counts
-        if (expert >= 0 && before == 0) expert_rows[expert] += static_cast<int32_t>(device::population_count(same));
-        device::sync_warp();
-        if (i < entries) p.place_in_expert[i] = place;
-    }
-    for (uint32_t base = 0; base < p.num_tokens; base += device::kWarpSize) {
-        const uint32_t token = base + device::lane();
-        for (uint32_t rank = 0; rank < ranks; ++rank) {
-            bool goes = false;
-            if (token < p.num_tokens) {
-                for (uint32_t k = 0; k < topk; ++k) {
-                    const int64_t expert = load_index(p.topk_idx, p.index_bytes, uint64_t{token} * topk + k);
-                    goes |= expert >= 0 && static_cast<uint32_t>(expert) / local_experts == rank;
-                }
+    return number;
+}
+
+// Walk the entries of a chunk in order: `visit(entry, expert, place, row)` with the numbers of `next`. Whole warp.
+template <class Visit>
+UCCL_EP_DEVICE void ll_walk_chunk(const LowLatencyDispatchParameters &p, uint32_t chunk, uint32_t chunks,
+                                  uint16_t *next, Visit visit) {
+    const uint32_t topk = p.shape.num_topk, experts = p.shape.num_experts;
+    const uint32_t local_experts = experts / p.group.num_ranks();
+    const uint32_t begin = static_cast<uint32_t>(uint64_t{p.num_tokens} * chunk / chunks) * topk;
+    const uint32_t end = static_cast<uint32_t>(uint64_t{p.num_tokens} * (chunk + 1) / chunks) * topk;
+    for (uint32_t base = begin; base < end; base += device::kWarpSize) {
+        const uint32_t entry = base + device::lane();
+        const bool inside = entry < end;
+        const int64_t expert = inside ? ll_expert(p, entry, local_experts) : -1;
+        const uint32_t key = expert < 0 ? 0 : static_cast<uint32_t>(expert), rank = key / local_experts;
+        bool first = expert >= 0;  // of this token's entries, for that rank
+        if (first) {
+            for (uint32_t other = entry - entry % topk; other < entry; ++other) {
+                const int64_t earlier = load_index(p.topk_idx, p.index_bytes, other);
+                first = first && (earlier < 0 || static_cast<uint32_t>(earlier) / local_experts != rank);
             }
-            if (p.masked != nullptr && p.masked[rank] != 0) goes = false;
-            const device::LaneMask selected = device::ballot(goes);
-            const int32_t row =
-                rank_rows[rank] + static_cast<int32_t>(device::population_count(selected & device::lanes_below()));
-            if (token < p.num_tokens) p.row_in_rank[uint64_t{token} * ranks + rank] = goes ? row : -1;
-            device::sync_warp();
-            if (device::lane() == 0) rank_rows[rank] += static_cast<int32_t>(device::population_count(selected));
-            device::sync_warp();
+        }
+        const uint32_t place = take_numbers(next, key, expert >= 0);
+        const uint32_t row = take_numbers(next, experts + rank, first);
+        if (inside) {
+            visit(entry, static_cast<int32_t>(expert), expert < 0 ? -1 : static_cast<int32_t>(place),
+                  first ? static_cast<int32_t>(row) : -1);
         }
     }
-    for (uint32_t rank = device::lane(); rank < ranks; rank += device::kWarpSize) p.rank_rows[rank] = rank_rows[rank];
-    // Rows come home in the order (expert, token): the sums of counts before each expert.
-    uint32_t sum = 0;
-    for (uint32_t base = 0; base < experts; base += device::kWarpSize) {
-        const uint32_t e = base + device::lane();
-        const uint32_t rows = e < experts ? static_cast<uint32_t>(expert_rows[e]) : 0;
-        uint32_t total;
-        const uint32_t begin = sum + sum_below(rows, &total);
-        sum += total;
-        device::sync_warp();  // the count has been read: its place now holds the sum
-        if (e < experts) {
-            if (rows > p.shape.max_tokens) {  // some token names e more than once: its rows would not fit
-                fail_difference(p.group, Phase::kLowLatencyDispatchSend, p.group.rank, Difference::kExpertRows, rows,
-                                p.shape.max_tokens);
-            }
-            p.expert_rows[e] = static_cast<int32_t>(rows);
-            p.expert_begin[e] = expert_rows[e] = static_cast<int32_t>(begin);
+}
+
+// The whole block. Writes where the rows of this block's tokens come home, too.
+UCCL_EP_DEVICE void ll_place_rows(const LowLatencyDispatchParameters &p, const LowLatencyPlacing &at) {
+    const uint32_t warp = device::warp_in_block(), warps = device::warps_per_block();
+    const uint32_t threads = warps * device::kWarpSize, thread = warp * device::kWarpSize + device::lane();
+    for (uint32_t i = thread; i < at.chunks * at.keys; i += threads) at.before[i] = 0;
+    device::sync_block();
+    if (warp < at.chunks) {
+        ll_walk_chunk(p, warp, at.chunks, at.before + warp * at.keys, [](uint32_t, int32_t, int32_t, int32_t) {});
+    }
+    device::sync_block();
+    for (uint32_t key = thread; key < at.keys; key += threads) {
+        uint32_t sum = 0;
+        for (uint32_t chunk = 0; chunk < at.chunks; ++chunk) {
+            uint16_t &count = at.before[chunk * at.keys + key];
+            const uint32_t rows = count;
+            count = static_cast<uint16_t>(sum);
+            sum += rows;
+        }
+        at.total[key] = static_cast<int32_t>(sum);
+        if (key < at.experts && sum > p.shape.max_tokens) {  // a token names it more than once: no room for its rows
+            fail_difference(p.group, Phase::kLowLatencyDispatchSend, p.group.rank, Difference::kExpertRows, sum,
+                            p.shape.max_tokens);
         }
     }
-    device::sync_warp();
-    for (uint32_t i = device::lane(); i < entries; i += device::kWarpSize) {
-        const int32_t place = p.place_in_expert[i];
-        p.combine_row[i] = place < 0 ? -1 : expert_rows[load_index(p.topk_idx, p.index_bytes, i)] + place;
-        p.own_row[i] = -1;
+    device::sync_block();
+    if (warp == warps - 1) {
+        uint32_t sum = 0;
+        for (uint32_t base = 0; base < at.experts; base += device::kWarpSize) {
+            const uint32_t expert = base + device::lane();
+            uint32_t total;
+            const uint32_t below = sum_below(expert < at.experts ? static_cast<uint32_t>(at.total[expert]) : 0, &total);
+            if (expert < at.experts) at.begin[expert] = static_cast<int32_t>(sum + below);
+            sum += total;
+        }
     }
+    if (warp < at.chunks) {
+        const uint32_t topk = p.shape.num_topk, blocks = device::num_blocks(), block = device::block_index();
+        ll_walk_chunk(p, warp, at.chunks, at.before + warp * at.keys,
+                      [&](uint32_t entry, int32_t expert, int32_t place, int32_t row) {
+                          const uint32_t token = entry / topk;
+                          if (token % blocks != block) return;
+                          const uint32_t mine = token / blocks * topk + entry % topk;
+                          at.expert[mine] = expert;
+                          at.place[mine] = place;
+                          at.row[mine] = row;
+                      });
+    }
+    device::sync_block();
 }
 
 UCCL_EP_DEVICE uint8_t *ll_message(const Group &group, uint32_t destination, uint32_t parity) {
@@ -132,54 +187,112 @@ UCCL_EP_DEVICE uint8_t *ll_message(const Group &group, uint32_t destination, uin
                : group.data + group.layout.ll_dispatch_outbox(parity, destination);
 }
 
-// Write a token's payload, once cast where asked, into the messages of all its ranks. Whole warp.
-UCCL_EP_DEVICE void ll_write_token(const LowLatencyDispatchParameters &p, uint32_t token, uint32_t parity,
-                                   uint8_t *staging) {
-    const Group &group = p.group;
+// Where a row of this block goes: the message to a rank, and what is known of its fields.
+struct LowLatencyRow {
+    uint8_t *message;
+    LowLatencyRows at;
+    uint32_t rank, row;
+};
+
+UCCL_EP_DEVICE LowLatencyRow ll_row(const LowLatencyDispatchParameters &p, const LowLatencyPlacing &placing,
+                                    uint32_t entry, uint32_t parity) {
+    const uint32_t ranks = p.group.num_ranks();
+    const uint32_t rank = static_cast<uint32_t>(placing.expert[entry]) / (p.shape.num_experts / ranks);
+    return {ll_message(p.group, rank, parity),
+            LowLatencyRows::of(p.shape, ranks, static_cast<uint32_t>(placing.total[placing.experts + rank])), rank,
+            static_cast<uint32_t>(placing.row[entry])};
+}
+
+// Cast a token and write it into the messages of all its ranks, groups of a scale dealt to the warps of the block;
+// several groups are in flight in a warp, since a load takes longer than all the rest.
+UCCL_EP_DEVICE void ll_write_cast(const LowLatencyDispatchParameters &p, const LowLatencyPlacing &placing,
+                                  uint32_t first_entry, uint32_t token, uint32_t parity) {
+    constexpr uint32_t kGroups = device::kWarpSize == 1 ? 1 : 5;  // in flight: 60 in a block of 12 warps
     const LowLatencyShape &shape = p.shape;
-    const uint32_t ranks = group.num_ranks(), local_experts = shape.num_experts / ranks;
-    const uint8_t *payload = nullptr;
-    const uint8_t *scales = nullptr;
-    for (uint32_t i = 0; i < ranks; ++i) {
-        const uint32_t rank = (group.rank + i) % ranks;
-        const int32_t row = p.row_in_rank[uint64_t{token} * ranks + rank];
-        if (row < 0) continue;
-        if (payload == nullptr) {
-            if (shape.quantization == static_cast<uint32_t>(Quantization::kNone)) {
-                payload = p.x + uint64_t{token} * shape.row_bytes;
+    const auto type = static_cast<PayloadType>(shape.payload_type);
+    const uint8_t *x = p.x + uint64_t{token} * shape.hidden * (type == PayloadType::kFloat32 ? 4 : 2);
+    const bool power_of_two = shape.quantization != static_cast<uint32_t>(Quantization::kFloat8);
+    const uint32_t warps = device::warps_per_block(), groups = scale_groups(shape.hidden);
+    for (uint32_t base = device::warp_in_block(); base < groups; base += kGroups * warps) {
+        GroupCast casts[kGroups];
+        UCCL_EP_UNROLL
+        for (uint32_t i = 0; i < kGroups; ++i) {
+            const uint32_t group = base + i * warps;
+            if (group >= groups) break;
+            if (type == PayloadType::kBfloat16) {
+                casts[i].load<Bfloat16>(x, shape.hidden, group);
+            } else if (type == PayloadType::kFloat16) {
+                casts[i].load<Float16>(x, shape.hidden, group);
             } else {
-                const uint64_t element = static_cast<PayloadType>(shape.payload_type) == PayloadType::kFloat32 ? 4 : 2;
-                scales = staging + align_up(shape.row_bytes, 16);
-                device::sync_warp();  // the staging of the token before has been copied
-                quantize_row(shape.payload_type, p.x + uint64_t{token} * shape.hidden * element, shape.hidden,
-                             shape.quantization != static_cast<uint32_t>(Quantization::kFloat8), staging,
-                             reinterpret_cast<float *>(staging + align_up(shape.row_bytes, 16)));
-                device::sync_warp();
-                payload = staging;
+                casts[i].load<Float32>(x, shape.hidden, group);
             }
         }
-        uint8_t *message = ll_message(group, rank, parity);
-        const LowLatencyRows at = LowLatencyRows::of(shape, ranks, static_cast<uint32_t>(p.rank_rows[rank]));
-        if (rank != group.rank || p.own_in_place == 0) {
-            device::copy(message + at.payload + uint64_t{static_cast<uint32_t>(row)} * shape.row_bytes, payload,
-                         shape.row_bytes);
+        UCCL_EP_UNROLL
+        for (uint32_t i = 0; i < kGroups; ++i) {
+            if (base + i * warps < groups) casts[i].cast(power_of_two);
         }
-        if (shape.scale_bytes != 0) {
-            device::copy(message + at.scales + uint64_t{static_cast<uint32_t>(row)} * shape.scale_bytes, scales,
-                         shape.scale_bytes);
+        for (uint32_t k = 0; k < shape.num_topk; ++k) {
+            if (placing.row[first_entry + k] < 0) continue;
+            const LowLatencyRow to = ll_row(p, placing, first_entry + k, parity);
+            uint8_t *payload = to.message + to.at.payload + uint64_t{to.row} * shape.row_bytes;
+            auto *scales = reinterpret_cast<float *>(to.message + to.at.scales + uint64_t{to.row} * shape.scale_bytes);
+            UCCL_EP_UNROLL
+            for (uint32_t i = 0; i < kGroups; ++i) {
+                const uint32_t group = base + i * warps;
+                if (group >= groups) break;
+                casts[i].store(payload, shape.hidden, group);
+                if (device::lane() == 0) scales[group] = casts[i].scale();
+            }
         }
-        auto *experts =
-            reinterpret_cast<int32_t *>(message + at.expert) + uint64_t{static_cast<uint32_t>(row)} * shape.num_topk;
-        auto *places =
-            reinterpret_cast<int32_t *>(message + at.place) + uint64_t{static_cast<uint32_t>(row)} * shape.num_topk;
-        for (uint32_t k = device::lane(); k < shape.num_topk; k += device::kWarpSize) {
-            const uint64_t entry = uint64_t{token} * shape.num_topk + k;
-            const int64_t local = load_index(p.topk_idx, p.index_bytes, entry) - int64_t{rank} * local_experts;
-            const bool here = local >= 0 && local < local_experts;
-            experts[k] = here ? static_cast<int32_t>(local) : -1;
-            places[k] = p.place_in_expert[entry];
+    }
+}
+
+// Write a token into the messages of all its ranks. The whole block.
+UCCL_EP_DEVICE void ll_write_token(const LowLatencyDispatchParameters &p, const LowLatencyPlacing &placing,
+                                   uint32_t first_entry, uint32_t token, uint32_t parity) {
+    const Group &group = p.group;
+    const LowLatencyShape &shape = p.shape;
+    const uint32_t warp = device::warp_in_block(), warps = device::warps_per_block(), topk = shape.num_topk;
+    if (shape.quantization == static_cast<uint32_t>(Quantization::kNone)) {
+        const uint64_t piece = align_up((shape.row_bytes + warps - 1) / warps, 512);
+        const uint64_t begin = piece * warp;
+        const uint64_t bytes = begin >= shape.row_bytes          ? 0
+                               : shape.row_bytes - begin < piece ? shape.row_bytes - begin
+                                                                 : piece;
+        for (uint32_t k = 0; k < topk && bytes != 0; ++k) {
+            if (placing.row[first_entry + k] < 0) continue;
+            const LowLatencyRow to = ll_row(p, placing, first_entry + k, parity);
+            if (to.rank == group.rank && p.own_in_place != 0) continue;
+            device::copy(to.message + to.at.payload + uint64_t{to.row} * shape.row_bytes + begin,
+                         p.x + uint64_t{token} * shape.row_bytes + begin, bytes);
         }
-        if (device::lane() == 0) reinterpret_cast<int32_t *>(message + at.source)[row] = static_cast<int32_t>(token);
+    } else {
+        ll_write_cast(p, placing, first_entry, token, parity);
+    }
+    const uint32_t local_experts = shape.num_experts / group.num_ranks();
+    uint32_t destination = 0;
+    for (uint32_t k = 0; k < topk; ++k) {
+        if (placing.row[first_entry + k] < 0) continue;
+        if (destination++ % warps != warp) continue;
+        const LowLatencyRow to = ll_row(p, placing, first_entry + k, parity);
+        auto *experts = reinterpret_cast<int32_t *>(to.message + to.at.expert) + uint64_t{to.row} * topk;
+        auto *places = reinterpret_cast<int32_t *>(to.message + to.at.place) + uint64_t{to.row} * topk;
+        for (uint32_t i = device::lane(); i < topk; i += device::kWarpSize) {
+            const int32_t local = placing.expert[first_entry + i] - static_cast<int32_t>(to.rank * local_experts);
+            const bool here = local >= 0 && static_cast<uint32_t>(local) < local_experts;
+            experts[i] = here ? local : -1;
+            places[i] = placing.place[first_entry + i];
+        }
+        if (device::lane() == 0)
+            reinterpret_cast<int32_t *>(to.message + to.at.source)[to.row] = static_cast<int32_t>(token);
+    }
+    if (warp == warps - 1) {
+        for (uint32_t i = device::lane(); i < topk; i += device::kWarpSize) {
+            const int32_t expert = placing.expert[first_entry + i];
+            const uint64_t to = uint64_t{token} * topk + i;
+            p.combine_row[to] = expert < 0 ? -1 : placing.begin[expert] + placing.place[first_entry + i];
+            p.own_row[to] = -1;
+        }
     }
 }
 
@@ -204,55 +317,67 @@ UCCL_EP_DEVICE bool ll_send(const Group &group, uint32_t peer, SignalKind kind, 
     }
 }
 
+// Wait until the messages of two operations ago have been read, so that their places can be filled again: inboxes by
+// the credits of the peers, outboxes by the completions of the transport. The whole block; false on failure.
+template <class Masked>
+UCCL_EP_DEVICE bool ll_wait_room(const Group &group, SignalKind credit, SignalKind data, uint64_t number,
+                                 const uint64_t *tickets, Phase phase, Masked masked) {
+    const Layout &layout = group.layout;
+    bool ok = true;
+    for (uint32_t peer = device::warp_in_block(); peer < group.num_ranks(); peer += device::warps_per_block()) {
+        if (peer == group.rank || masked(peer) || device::lane() != 0) continue;
+        if (number > 2) {
+            ok = ok && wait_signal(group, {phase, peer, layout.signal_index(credit, peer, 0), number - 2});
+        }
+        // Completions lie in host memory: one block asks, the others wait for it below.
+        if (!group.is_local(peer) && device::block_index() == 0 && ok && tickets[peer] != 0) {
+            ok = wait_completed(group, peer, layout.signal_index(data, group.rank, 0), tickets[peer] - 1, phase);
+        }
+    }
+    return layout.has_remote ? sync_grid(group) : device::sync_block_all(ok);
+}
+
 UCCL_EP_KERNEL(uccl_ep_ll_dispatch_send, LowLatencyDispatchParameters) {
     const LowLatencyDispatchParameters &p = parameters;
     const Group &group = p.group;
     const Layout &layout = group.layout;
     const uint32_t ranks = group.num_ranks(), local_experts = p.shape.num_experts / ranks;
+    const uint32_t blocks = device::num_blocks(), block = device::block_index();
     uint64_t *sent = Counters::at(group, SingleCounter::kLowLatencyDispatchSent);
     const uint64_t number = *sent + 1;
     const uint32_t parity = static_cast<uint32_t>(number & 1);
-    const uint32_t warp = device::block_index() * device::warps_per_block() + device::warp_in_block();
-    const uint32_t warps = device::num_blocks() * device::warps_per_block();
-    if (warp == 0) {
-        ll_place_rows(p);
-        // The inboxes of two messages ago must be expanded, and the outboxes read.
-        for (uint32_t peer = 0; peer < ranks; ++peer) {
-            if (peer == group.rank || (p.masked != nullptr && p.masked[peer] != 0)) continue;
-            const uint32_t credit = layout.signal_index(SignalKind::kLowLatencyDispatchCredit, peer, 0);
-            if (number > 2 && !wait_signal_warp(group, {Phase::kLowLatencyDispatchSend, peer, credit, number - 2}))
-                break;
-            if (!group.is_local(peer) && device::lane() == 0) {
-                const uint64_t ticket = *Counters::ticket(group, parity, peer);
-                const uint32_t signal = layout.signal_index(SignalKind::kLowLatencyDispatch, group.rank, 0);
-                if (ticket != 0) wait_completed(group, peer, signal, ticket - 1, Phase::kLowLatencyDispatchSend);
-            }
+    const auto masked = [&](uint32_t rank) { return p.masked != nullptr && p.masked[rank] != 0; };
+    const LowLatencyPlacing placing =
+        LowLatencyPlacing::in(device::shared_memory(), p.shape.num_experts, ranks, p.num_chunks,
+                              (p.num_tokens + blocks - 1) / blocks * p.shape.num_topk);
+    ll_place_rows(p, placing);
+    if (ll_wait_room(group, SignalKind::kLowLatencyDispatchCredit, SignalKind::kLowLatencyDispatch, number,
+                     Counters::ticket(group, parity, 0), Phase::kLowLatencyDispatchSend, masked)) {
+        for (uint32_t token = block; token < p.num_tokens; token += blocks) {
+            ll_write_token(p, placing, token / blocks * p.shape.num_topk, token, parity);
         }
     }
-    if (!sync_grid(group)) return;
-    uint8_t *staging = device::shared_memory() + ll_placing_bytes(p.shape.num_experts, ranks) +
-                       device::warp_in_block() * align_up(align_up(p.shape.row_bytes, 16) + p.shape.scale_bytes, 64);
-    for (uint32_t token = warp; token < p.num_tokens; token += warps) ll_write_token(p, token, parity, staging);
-    // The barrier orders the rows before the signals below: their release covers what the barrier made visible.
-    if (!sync_grid(group)) return;
-    for (uint32_t i = warp; i < ranks; i += warps) {
+    // The last block has seen the others' arrival, so its signals carry their rows too.
+    if (!last_block(group) || aborted(group)) return;
+    for (uint32_t i = device::warp_in_block(); i < ranks; i += device::warps_per_block()) {
         const uint32_t rank = (group.rank + i) % ranks;
-        if (p.masked != nullptr && p.masked[rank] != 0) continue;
+        if (masked(rank)) continue;
         uint8_t *message = ll_message(group, rank, parity);
-        const LowLatencyRows at = LowLatencyRows::of(p.shape, ranks, static_cast<uint32_t>(p.rank_rows[rank]));
+        const uint32_t rows = static_cast<uint32_t>(placing.total[placing.experts + rank]);
+        const LowLatencyRows at = LowLatencyRows::of(p.shape, ranks, rows);
         auto *counts = reinterpret_cast<int32_t *>(message + at.counts);
         for (uint32_t e = device::lane(); e < local_experts; e += device::kWarpSize) {
-            counts[e] = p.expert_rows[rank * local_experts + e];
+            counts[e] = placing.total[rank * local_experts + e];
         }
         if (device::lane() == 0) {
             *reinterpret_cast<MessageHeader *>(message) =
                 MessageHeader{number,
                               static_cast<uint32_t>(OperationKind::kLowLatencyDispatch),
-                              static_cast<uint32_t>(p.rank_rows[rank]),
+                              rows,
                               p.shape.row_bytes,
                               group.rank,
                               {p.shape.max_tokens, p.shape.num_topk, p.shape.num_experts, p.shape.quantization,
-                               static_cast<uint32_t>(p.expert_begin[rank * local_experts]), p.shape.payload_type}};
+                               static_cast<uint32_t>(placing.begin[rank * local_experts]), p.shape.payload_type}};
         }
         device::sync_warp();
         if (device::lane() == 0 && rank != group.rank) {
@@ -264,8 +389,7 @@ UCCL_EP_KERNEL(uccl_ep_ll_dispatch_send, LowLatencyDispatchParameters) {
             if (!group.is_local(rank)) *Counters::ticket(group, parity, rank) = ticket + 1;
         }
     }
-    // All blocks have read the counter at their start; the grid barriers lie between.
-    if (warp == 0 && device::lane() == 0) *sent = number;
+    if (device::warp_in_block() == 0 && device::lane() == 0) *sent = number;
 }
 
 // Check a message against this rank's own call. One thread.
@@ -301,6 +425,143 @@ UCCL_EP_DEVICE bool ll_check(const LowLatencyDispatchParameters &p, const Messag
     return false;
 }
 
+// What the receive half of each block keeps in shared memory.
+struct LowLatencyArrivals {
+    int32_t *begin;      // [local experts][ranks] first row of each source within an expert
+    uint32_t *rows;      // [ranks] rows of each source's message
+    uint64_t *list;      // [warps][topk] output rows of the row at hand
+    uint32_t *list_k;    // [warps][topk] and the k of each
+
+    UCCL_EP_DEVICE static LowLatencyArrivals in(uint8_t *memory, uint32_t experts, uint32_t ranks, uint32_t warps,
+                                                uint32_t topk) {
+        LowLatencyArrivals at;
+        at.list = reinterpret_cast<uint64_t *>(memory);
+        at.list_k = reinterpret_cast<uint32_t *>(at.list + warps * topk);
+        at.rows = at.list_k + warps * topk;
+        at.begin = reinterpret_cast<int32_t *>(at.rows + ranks);
+        (void)experts;
+        return at;
+    }
+};
+
+// What combine needs to know, and the caller's counts. One block.
+UCCL_EP_DEVICE void ll_write_counts(const LowLatencyDispatchParameters &p, const LowLatencyArrivals &arrivals,
+                                    uint32_t parity) {
+    const Group &group = p.group;
+    const uint32_t ranks = group.num_ranks(), local_experts = p.shape.num_experts / ranks;
+    const uint32_t warps = device::warps_per_block(), warp = device::warp_in_block();
+    const auto masked = [&](uint32_t rank) { return p.masked != nullptr && p.masked[rank] != 0; };
+    const auto counts_of = [&](uint32_t source) {
+        return reinterpret_cast<const int32_t *>(group.data + group.layout.ll_dispatch_inbox(parity, source) +
+                                                 sizeof(MessageHeader));
+    };
+    const uint32_t thread = warp * device::kWarpSize + device::lane();
+    for (uint32_t e = thread; e < local_experts; e += warps * device::kWarpSize) {
+        int32_t sum = 0;
+        for (uint32_t source = 0; source < ranks; ++source) {
+            const int32_t rows = masked(source) ? 0 : counts_of(source)[e];
+            p.begin[e * ranks + source] = arrivals.begin[e * ranks + source];
+            p.count[e * ranks + source] = rows;
+            if (p.layout_range != nullptr) {
+                p.layout_range[e * ranks + source] =
+                    static_cast<int64_t>(arrivals.begin[e * ranks + source]) << 32 | rows;
+            }
+            sum += rows;
+        }
+        p.receive_count[e] = sum;
+        if (p.statistics != nullptr) p.statistics[e] += sum;
+    }
+    for (uint32_t source = thread; source < ranks; source += warps * device::kWarpSize) {
+        const auto *header =
+            reinterpret_cast<const MessageHeader *>(group.data + group.layout.ll_dispatch_inbox(parity, source));
+        p.combine_base[source] = masked(source) ? 0 : static_cast<int32_t>(header->words[kWordCombineBase]);
+    }
+    // Where my experts' rows for each source begin in its combine inbox: a warp a source.
+    for (uint32_t source = warp; source < ranks; source += warps) {
+        uint32_t sum = 0;
+        for (uint32_t base = 0; base < local_experts; base += device::kWarpSize) {
+            const uint32_t e = base + device::lane();
+            const uint32_t rows =
+                e < local_experts && !masked(source) ? static_cast<uint32_t>(counts_of(source)[e]) : 0;
+            uint32_t total;
+            const uint32_t before = sum + sum_below(rows, &total);
+            if (e < local_experts) p.rows_before[e * ranks + source] = static_cast<int32_t>(before);
+            sum += total;
+        }
+        if (device::lane() == 0) p.rows_home[source] = static_cast<int32_t>(sum);
+    }
+}
+
+// Copy a piece of a row to its places in all experts of this rank. The whole warp.
+UCCL_EP_DEVICE void ll_expand_row(const LowLatencyDispatchParameters &p, const LowLatencyArrivals &arrivals,
+                                  uint32_t parity, uint32_t source, uint32_t row, uint32_t piece, uint32_t pieces) {
+    const Group &group = p.group;
+    const LowLatencyShape &shape = p.shape;
+    const uint32_t ranks = group.num_ranks(), topk = shape.num_topk;
+    const uint64_t rows_per_expert = uint64_t{ranks} * shape.max_tokens;
+    const uint8_t *message = group.data + group.layout.ll_dispatch_inbox(parity, source);
+    const LowLatencyRows at = LowLatencyRows::of(shape, ranks, arrivals.rows[source]);
+    const auto *experts = reinterpret_cast<const int32_t *>(message + at.expert) + uint64_t{row} * topk;
+    const auto *places = reinterpret_cast<const int32_t *>(message + at.place) + uint64_t{row} * topk;
+    const int32_t token = reinterpret_cast<const int32_t *>(message + at.source)[row];
+    uint64_t *list = arrivals.list + device::warp_in_block() * topk;
+    uint32_t *list_k = arrivals.list_k + device::warp_in_block() * topk;
+    uint32_t outputs = 0;
+    device::sync_warp();  // the list of the row before has been read
+    for (uint32_t base = 0; base < topk; base += device::kWarpSize) {
+        const uint32_t k = base + device::lane();
+        const int32_t expert = k < topk ? experts[k] : -1;
+        const int32_t place = k < topk ? places[k] : 0;
+        const device::LaneMask here = device::ballot(expert >= 0);
+        if (expert >= 0) {
+            const uint32_t i = outputs + device::population_count(here & device::lanes_below());
+            const auto within =
+                static_cast<uint32_t>(arrivals.begin[static_cast<uint32_t>(expert) * ranks + source] + place);
+            list[i] = static_cast<uint64_t>(expert) << 32 | within;
+            list_k[i] = k;
+        }
+        outputs += device::population_count(here);
+    }
+    device::sync_warp();
+    const auto out_row = [&](uint32_t i) { return (list[i] >> 32) * rows_per_expert + static_cast<uint32_t>(list[i]); };
+    const uint64_t bytes = align_up((shape.row_bytes + pieces - 1) / pieces, 512), begin = bytes * piece;
+    if (begin < shape.row_bytes) {
+        const uint8_t *payload = source == group.rank && p.own_in_place != 0
+                                     ? p.x + uint64_t{static_cast<uint32_t>(token)} * shape.row_bytes
+                                     : message + at.payload + uint64_t{row} * shape.row_bytes;
+        device::copy_to_many([&](uint32_t i) { return p.receive_x + out_row(i) * shape.row_bytes + begin; }, outputs,
+                             payload + begin, shape.row_bytes - begin < bytes ? shape.row_bytes - begin : bytes);
+    }
+    const uint32_t step = pieces * device::kWarpSize, first = piece * device::kWarpSize + device::lane();
+    const auto *scales = reinterpret_cast<const uint32_t *>(message + at.scales + uint64_t{row} * shape.scale_bytes);
+    const uint32_t groups = scale_groups(shape.hidden);
+    if (shape.quantization == static_cast<uint32_t>(Quantization::kFloat8Exponent)) {
+        // [L, groups / 4, rows] words of four exponents each
+        for (uint32_t g = first; g < align_up(groups, 4); g += step) {
+            const uint8_t exponent = g < groups ? static_cast<uint8_t>(scales[g] >> 23) : 0;
+            for (uint32_t i = 0; i < outputs; ++i) {
+                auto *to = p.receive_scales + (list[i] >> 32) * align_up(groups, 4) * rows_per_expert;
+                to[(uint64_t{g / 4} * rows_per_expert + static_cast<uint32_t>(list[i])) * 4 + g % 4] = exponent;
+            }
+        }
+    } else if (shape.scale_bytes != 0) {
+        for (uint32_t g = first; g < groups; g += step) {
+            const uint32_t scale = scales[g];
+            for (uint32_t i = 0; i < outputs; ++i) {
+                auto *to = reinterpret_cast<uint32_t *>(p.receive_scales) + (list[i] >> 32) * groups * rows_per_expert;
+                to[uint64_t{g} * rows_per_expert + static_cast<uint32_t>(list[i])] = scale;
+            }
+        }
+    }
+    if (piece != 0) return;
+    for (uint32_t i = device::lane(); i < outputs; i += device::kWarpSize) {
+        const uint64_t out = out_row(i);
+        p.source_index[out] = token;
+        if (source == group.rank)
+            p.own_row[uint64_t{static_cast<uint32_t>(token)} * topk + list_k[i]] = static_cast<int32_t>(out);
+    }
+}
+
 UCCL_EP_KERNEL(uccl_ep_ll_dispatch_receive, LowLatencyDispatchParameters) {
     const LowLatencyDispatchParameters &p = parameters;
     const Group &group = p.group;
@@ -310,115 +571,67 @@ UCCL_EP_KERNEL(uccl_ep_ll_dispatch_receive, LowLatencyDispatchParameters) {
     uint64_t *received = Counters::at(group, SingleCounter::kLowLatencyDispatchReceived);
     const uint64_t number = *received + 1;
     const uint32_t parity = static_cast<uint32_t>(number & 1);
-    const uint32_t warp = device::block_index() * device::warps_per_block() + device::warp_in_block();
-    const uint32_t warps = device::num_blocks() * device::warps_per_block();
+    const uint32_t warp = device::warp_in_block(), warps = device::warps_per_block();
+    const auto masked = [&](uint32_t rank) { return p.masked != nullptr && p.masked[rank] != 0; };
+    const LowLatencyArrivals arrivals =
+        LowLatencyArrivals::in(device::shared_memory(), shape.num_experts, ranks, warps, shape.num_topk);
+    // My own message never left: where I wrote it is where it is read.
     const auto message_of = [&](uint32_t source) -> const uint8_t * {
-        // My own message never left: where I wrote it is where it is read.
         return group.data + layout.ll_dispatch_inbox(parity, source);
     };
-    const auto masked = [&](uint32_t rank) { return p.masked != nullptr && p.masked[rank] != 0; };
-
+    bool ok = true;
     for (uint32_t i = warp; i < ranks; i += warps) {
         const uint32_t source = (group.rank + i) % ranks;
-        if (source == group.rank || masked(source)) continue;
-        if (device::lane() == 0) {
-            const uint64_t start = p.wait_cost != nullptr ? device::now_ns() : 0;
+        if (device::lane() != 0) continue;
+        const auto *header = reinterpret_cast<const MessageHeader *>(message_of(source));
+        if (source != group.rank && !masked(source)) {
+            const bool timed = p.wait_cost != nullptr && device::block_index() == 0;
+            const uint64_t start = timed ? device::now_ns() : 0;
             const uint32_t signal = layout.signal_index(SignalKind::kLowLatencyDispatch, source, 0);
-            if (wait_signal(group, {Phase::kLowLatencyDispatchReceive, source, signal, number})) {
-                ll_check(p, *reinterpret_cast<const MessageHeader *>(message_of(source)), source, number);
-            }
-            if (p.wait_cost != nullptr) p.wait_cost[source] += static_cast<int64_t>(device::now_ns() - start);
+            ok = ok && wait_signal(group, {Phase::kLowLatencyDispatchReceive, source, signal, number}) &&
+                 ll_check(p, *header, source, number);
+            if (timed) p.wait_cost[source] += static_cast<int64_t>(device::now_ns() - start);
         }
+        arrivals.rows[source] = masked(source) ? 0 : header->rows;
     }
-    if (!sync_grid(group)) return;
-    // Where each source's rows begin within each expert.
+    ok = device::sync_block_all(ok);
+    if (ok) {
+        for (uint32_t e = warp * device::kWarpSize + device::lane(); e < local_experts;
+             e += warps * device::kWarpSize) {
+            int32_t sum = 0;
+            constexpr uint32_t kAtOnce = 8;  // loads in flight
+            for (uint32_t base = 0; base < ranks; base += kAtOnce) {
+                int32_t rows[kAtOnce];
+                UCCL_EP_UNROLL
+                for (uint32_t i = 0; i < kAtOnce; ++i) {
+                    rows[i] = base + i < ranks && !masked(base + i)
+                                  ? reinterpret_cast<const int32_t *>(message_of(base + i) + sizeof(MessageHeader))[e]
+                                  : 0;
+                }
+                UCCL_EP_UNROLL
+                for (uint32_t i = 0; i < kAtOnce; ++i) {
+                    if (base + i < ranks) arrivals.begin[e * ranks + base + i] = sum;
+                    sum += rows[i];
+                }
+            }
+        }
+        device::sync_block();
+        uint32_t total = 0;
+        for (uint32_t source = 0; source < ranks; ++source) total += arrivals.rows[source];
+        // Few rows: several warps share one.
+        const uint32_t all_warps = device::num_blocks() * warps;
+        const uint32_t most = (shape.row_bytes + 511) / 512;
+        uint32_t pieces = total == 0 || all_warps <= total ? 1 : all_warps / total;
+        pieces = pieces < most ? pieces : most;
+        for (uint32_t item = device::block_index() * warps + warp; item < total * pieces; item += all_warps) {
+            uint32_t row = item / pieces, source = 0;
+            while (row >= arrivals.rows[source]) row -= arrivals.rows[source++];
+            ll_expand_row(p, arrivals, parity, source, row, item % pieces, pieces);
+        }
+        if (device::block_index() == device::num_blocks() - 1) ll_write_counts(p, arrivals, parity);
+    }
+    if (!last_block(group) || aborted(group)) return;
     const uint32_t thread = warp * device::kWarpSize + device::lane();
-    for (uint32_t e = thread; e < local_experts; e += warps * device::kWarpSize) {
-        int32_t sum = 0;
-        for (uint32_t source = 0; source < ranks; ++source) {
-            int32_t rows = 0;
-            if (!masked(source)) {
-                const uint8_t *message = message_of(source);
-                rows = reinterpret_cast<const int32_t *>(message + sizeof(MessageHeader))[e];
-            }
-            p.begin[e * ranks + source] = sum;
-            p.count[e * ranks + source] = rows;
-            sum += rows;
-        }
-        p.receive_count[e] = sum;
-        if (p.statistics != nullptr) p.statistics[e] += sum;
-    }
-    for (uint32_t source = thread; source < ranks; source += warps * device::kWarpSize) {
-        p.combine_base[source] =
-            masked(source) ? 0
-                           : static_cast<int32_t>(
-                                 reinterpret_cast<const MessageHeader *>(message_of(source))->words[kWordCombineBase]);
-    }
-    // Where my experts' rows for each source begin in its combine inbox: a warp a source.
-    for (uint32_t source = warp; source < ranks; source += warps) {
-        const auto *counts = reinterpret_cast<const int32_t *>(message_of(source) + sizeof(MessageHeader));
-        uint32_t sum = 0;
-        for (uint32_t base = 0; base < local_experts; base += device::kWarpSize) {
-            const uint32_t e = base + device::lane();
-            const uint32_t rows = e < local_experts && !masked(source) ? static_cast<uint32_t>(counts[e]) : 0;
-            uint32_t total;
-            const uint32_t before = sum + sum_below(rows, &total);
-            if (e < local_experts) p.rows_before[e * ranks + source] = static_cast<int32_t>(before);
-            sum += total;
-        }
-        if (device::lane() == 0) p.rows_home[source] = static_cast<int32_t>(sum);
-    }
-    if (!sync_grid(group)) return;
-    const uint64_t rows_per_expert = uint64_t{ranks} * shape.max_tokens;
-    const uint32_t groups = scale_groups(shape.hidden);
-    for (uint32_t i = 0; i < ranks; ++i) {
-        const uint32_t source = (group.rank + i) % ranks;
-        if (masked(source)) continue;
-        const uint8_t *message = message_of(source);
-        const uint32_t rows = reinterpret_cast<const MessageHeader *>(message)->rows;
-        const LowLatencyRows at = LowLatencyRows::of(shape, ranks, rows);
-        for (uint32_t row = warp; row < rows; row += warps) {
-            const auto *experts =
-                reinterpret_cast<const int32_t *>(message + at.expert) + uint64_t{row} * shape.num_topk;
-            const auto *places = reinterpret_cast<const int32_t *>(message + at.place) + uint64_t{row} * shape.num_topk;
-            const auto *scales =
-                reinterpret_cast<const uint32_t *>(message + at.scales + uint64_t{row} * shape.scale_bytes);
-            const int32_t token = reinterpret_cast<const int32_t *>(message + at.source)[row];
-            const uint8_t *payload = source == group.rank && p.own_in_place != 0
-                                         ? p.x + uint64_t{static_cast<uint32_t>(token)} * shape.row_bytes
-                                         : message + at.payload + uint64_t{row} * shape.row_bytes;
-            for (uint32_t k = 0; k < shape.num_topk; ++k) {
-                const int32_t e = experts[k];
-                if (e < 0) continue;
-                const uint64_t to =
-                    static_cast<uint64_t>(p.begin[static_cast<uint32_t>(e) * ranks + source] + places[k]);
-                const uint64_t out = static_cast<uint64_t>(e) * rows_per_expert + to;
-                device::copy(p.receive_x + out * shape.row_bytes, payload, shape.row_bytes);
-                if (device::lane() == 0) {
-                    p.source_index[out] = token;
-                    if (source == group.rank) {
-                        p.own_row[uint64_t{static_cast<uint32_t>(token)} * shape.num_topk + k] =
-                            static_cast<int32_t>(out);
-                    }
-                }
-                if (shape.quantization == static_cast<uint32_t>(Quantization::kFloat8Exponent)) {
-                    // [L, groups / 4, rows] words of four exponents each
-                    auto *bytes = p.receive_scales + static_cast<uint64_t>(e) * align_up(groups, 4) * rows_per_expert;
-                    for (uint32_t g = device::lane(); g < align_up(groups, 4); g += device::kWarpSize) {
-                        bytes[(uint64_t{g / 4} * rows_per_expert + to) * 4 + g % 4] =
-                            g < groups ? static_cast<uint8_t>(scales[g] >> 23) : 0;
-                    }
-                } else if (shape.scale_bytes != 0) {
-                    auto *words = reinterpret_cast<uint32_t *>(p.receive_scales) +
-                                  static_cast<uint64_t>(e) * groups * rows_per_expert;
-                    for (uint32_t g = device::lane(); g < groups; g += device::kWarpSize) {
-                        words[uint64_t{g} * rows_per_expert + to] = scales[g];
-                    }
-                }
-            }
-        }
-    }
-    if (!sync_grid(group)) return;
     for (uint32_t source = thread; source < ranks; source += warps * device::kWarpSize) {
         if (source == group.rank || masked(source)) continue;
         raise_signal(group, source, layout.signal_index(SignalKind::kLowLatencyDispatchCredit, group.rank, 0), number,

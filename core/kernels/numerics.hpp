@@ -65,11 +65,14 @@ template <class Element>
 class ScalarRun {
   public:
     static constexpr uint32_t kElements = 8;
+    static constexpr uint32_t kTerms = 1;  // rows that are loaded before the first is added
+    using Loaded = const typename Element::Storage *;
+    UCCL_EP_DEVICE static Loaded load(const typename Element::Storage *from) { return from; }
     UCCL_EP_DEVICE void clear() {
         for (uint32_t i = 0; i < kElements; ++i) sums_[i] = 0;
     }
     template <bool kWeighted>
-    UCCL_EP_DEVICE void add(const typename Element::Storage *from, typename Element::Accumulator factor) {
+    UCCL_EP_DEVICE void add(Loaded from, typename Element::Accumulator factor) {
         for (uint32_t i = 0; i < kElements; ++i) {
             const typename Element::Accumulator value = Element::load(from[i]);
             sums_[i] += kWeighted ? value * factor : value;
@@ -92,47 +95,63 @@ template <class Element>
 using Run = ScalarRun<Element>;
 #endif
 
-// out[i] = round(sum over terms, in order, of term j's element i), the whole warp together.
-// `term(j)` gives the row of term j, `weight(j)` its factor where kWeighted; both are called with j
-// increasing from 0, once for each run of elements.
+// out[i] = round(sum over terms, in order, of term j's element i) for i in [begin, end), the whole warp together.
+// `term(j)` gives the row of term j, `weight(j)` its factor where kWeighted; both are called for each run of elements,
+// so they should be cheap.
 template <class Element, bool kWeighted, class Term, class Weight>
-UCCL_EP_DEVICE void sum_rows(uint8_t *out, uint32_t hidden, uint32_t num_terms, Term term, Weight weight) {
+UCCL_EP_DEVICE void sum_rows(uint8_t *out, uint32_t begin, uint32_t end, uint32_t num_terms, Term term, Weight weight) {
     using Storage = typename Element::Storage;
     using Accumulator = typename Element::Accumulator;
-    constexpr uint32_t kRun = Run<Element>::kElements;
+    constexpr uint32_t kRun = Run<Element>::kElements, kTerms = Run<Element>::kTerms;
     auto *to = reinterpret_cast<Storage *>(out);
-    const uint32_t whole = hidden / kRun * kRun;
-    for (uint32_t base = device::lane() * kRun; base < whole; base += device::kWarpSize * kRun) {
+    const auto row = [&](uint32_t j) { return reinterpret_cast<const Storage *>(term(j)); };
+    const auto factor = [&](uint32_t j) { return kWeighted ? static_cast<Accumulator>(weight(j)) : Accumulator{1}; };
+    const uint32_t whole = begin + (end - begin) / kRun * kRun;
+    for (uint32_t base = begin + device::lane() * kRun; base < whole; base += device::kWarpSize * kRun) {
         Run<Element> run;
         run.clear();
-        for (uint32_t j = 0; j < num_terms; ++j) {
-            const auto *from = reinterpret_cast<const Storage *>(term(j)) + base;
-            run.template add<kWeighted>(from, kWeighted ? static_cast<Accumulator>(weight(j)) : Accumulator{1});
+        uint32_t j = 0;
+        if constexpr (kTerms > 1) {
+            for (; j + kTerms <= num_terms; j += kTerms) {
+                typename Run<Element>::Loaded loaded[kTerms];
+                UCCL_EP_UNROLL
+                for (uint32_t i = 0; i < kTerms; ++i) loaded[i] = Run<Element>::load(row(j + i) + base);
+                UCCL_EP_UNROLL
+                for (uint32_t i = 0; i < kTerms; ++i) run.template add<kWeighted>(loaded[i], factor(j + i));
+            }
         }
+        for (; j < num_terms; ++j) run.template add<kWeighted>(Run<Element>::load(row(j) + base), factor(j));
         run.store(to + base);
     }
-    for (uint32_t i = whole + device::lane(); i < hidden; i += device::kWarpSize) {
+    for (uint32_t i = whole + device::lane(); i < end; i += device::kWarpSize) {
         Accumulator sum = 0;
         for (uint32_t j = 0; j < num_terms; ++j) {
-            const Accumulator value = Element::load(reinterpret_cast<const Storage *>(term(j))[i]);
-            sum += kWeighted ? value * static_cast<Accumulator>(weight(j)) : value;
+            const Accumulator value = Element::load(row(j)[i]);
+            sum += kWeighted ? value * factor(j) : value;
         }
         to[i] = Element::store(sum);
     }
 }
 
+// Elements of a row that a warp sums at a time: pieces of a row that are shared out should be multiples of it.
+UCCL_EP_DEVICE constexpr uint32_t sum_step(uint32_t element_bytes) {
+    return element_bytes == 2   ? Run<Bfloat16>::kElements * device::kWarpSize
+           : element_bytes == 4 ? Run<Float32>::kElements * device::kWarpSize
+                                : Run<Float64>::kElements * device::kWarpSize;
+}
+
 template <bool kWeighted, class Term, class Weight>
-UCCL_EP_DEVICE void sum_payload(uint32_t payload_type, uint8_t *out, uint32_t hidden, uint32_t num_terms, Term term,
-                                Weight weight) {
+UCCL_EP_DEVICE void sum_payload(uint32_t payload_type, uint8_t *out, uint32_t begin, uint32_t end, uint32_t num_terms,
+                                Term term, Weight weight) {
     switch (static_cast<PayloadType>(payload_type)) {
         case PayloadType::kBfloat16:
-            return sum_rows<Bfloat16, kWeighted>(out, hidden, num_terms, term, weight);
+            return sum_rows<Bfloat16, kWeighted>(out, begin, end, num_terms, term, weight);
         case PayloadType::kFloat16:
-            return sum_rows<Float16, kWeighted>(out, hidden, num_terms, term, weight);
+            return sum_rows<Float16, kWeighted>(out, begin, end, num_terms, term, weight);
         case PayloadType::kFloat32:
-            return sum_rows<Float32, kWeighted>(out, hidden, num_terms, term, weight);
+            return sum_rows<Float32, kWeighted>(out, begin, end, num_terms, term, weight);
         case PayloadType::kFloat64:
-            return sum_rows<Float64, kWeighted>(out, hidden, num_terms, term, weight);
+            return sum_rows<Float64, kWeighted>(out, begin, end, num_terms, term, weight);
         default:
             return;  // refused by the communicator before any launch
     }
@@ -156,52 +175,76 @@ UCCL_EP_DEVICE Scale scale_of(float amax, bool power_of_two) {
     return {device::bits_to_float((254u - exponent) << 23), device::bits_to_float(exponent << 23)};
 }
 
-// Quantize a row to e4m3 with a float32 scale for each 128 elements; the whole warp. A lane has neighbouring
-// elements of each group, as many as the warp size leaves it.
-template <class Element>
-UCCL_EP_DEVICE void quantize_elements(const typename Element::Storage *row, uint32_t hidden, bool power_of_two,
-                                      uint8_t *out, float *scales) {
-    constexpr uint32_t kMine = kScaleGroup / device::kWarpSize;
-    for (uint32_t group = 0; group < scale_groups(hidden); ++group) {
-        const uint32_t begin = group * kScaleGroup + device::lane() * kMine;
-        const uint32_t count = begin >= hidden ? 0 : hidden - begin < kMine ? hidden - begin : kMine;
-        float values[kMine];
-        if (count == kMine) {
-            for (uint32_t i = 0; i < kMine; ++i) values[i] = static_cast<float>(Element::load(row[begin + i]));
-        } else {
-            for (uint32_t i = 0; i < kMine; ++i)
-                values[i] = i < count ? static_cast<float>(Element::load(row[begin + i])) : 0.0f;
-        }
-        uint32_t largest = 0;  // as bits: magnitudes order like integers, and a NaN above all
-        for (uint32_t i = 0; i < kMine; ++i) {
-            const uint32_t magnitude = device::float_to_bits(values[i]) & 0x7fffffffu;
-            largest = magnitude > largest ? magnitude : largest;
-        }
-        const float amax = device::reduce_max(device::bits_to_float(largest));
-        const Scale scale = scale_of(amax, power_of_two);
-        uint8_t quantized[kMine];
-        for (uint32_t i = 0; i < kMine; ++i) quantized[i] = float_to_float8(values[i] * scale.multiplier);
-        if (count == kMine) {
-            for (uint32_t i = 0; i < kMine; ++i) out[begin + i] = quantized[i];
-        } else {
-            for (uint32_t i = 0; i < count; ++i) out[begin + i] = quantized[i];
-        }
-        if (device::lane() == 0) scales[group] = scale.stored;
-    }
+// Neighbouring elements of a lane, moved by one load or store where their address allows.
+template <class T, uint32_t kCount>
+struct alignas(sizeof(T) * kCount <= 16 ? sizeof(T) * kCount : alignof(T)) Pack {
+    T value[kCount];
+};
+
+template <class T, uint32_t kCount>
+UCCL_EP_DEVICE bool pack_is_aligned(const T *address) {
+    return sizeof(T) * kCount > 16 || reinterpret_cast<uint64_t>(address) % alignof(Pack<T, kCount>) == 0;
 }
 
-UCCL_EP_DEVICE void quantize_row(uint32_t payload_type, const uint8_t *row, uint32_t hidden, bool power_of_two,
-                                 uint8_t *out, float *scales) {
-    switch (static_cast<PayloadType>(payload_type)) {
-        case PayloadType::kBfloat16:
-            return quantize_elements<Bfloat16>(reinterpret_cast<const uint16_t *>(row), hidden, power_of_two, out,
-                                               scales);
-        case PayloadType::kFloat16:
-            return quantize_elements<Float16>(reinterpret_cast<const uint16_t *>(row), hidden, power_of_two, out,
-                                              scales);
-        default:
-            return quantize_elements<Float32>(reinterpret_cast<const float *>(row), hidden, power_of_two, out, scales);
+// The cast of one group of kScaleGroup elements to e4m3, with its scale; the whole warp. A lane has neighbouring
+// elements, as many as the warp size leaves it.
+class GroupCast {
+    static constexpr uint32_t kMine = kScaleGroup / device::kWarpSize;
+
+  public:
+    template <class Element>
+    UCCL_EP_DEVICE void load(const uint8_t *bytes, uint32_t hidden, uint32_t group) {
+        using Storage = typename Element::Storage;
+        const auto *row = reinterpret_cast<const Storage *>(bytes);
+        const uint32_t begin = group * kScaleGroup + device::lane() * kMine;
+        const uint32_t count = count_of(hidden, begin);
+        if (count == kMine && pack_is_aligned<Storage, kMine>(row + begin)) {
+            const auto pack = *reinterpret_cast<const Pack<Storage, kMine> *>(row + begin);
+            UCCL_EP_UNROLL
+            for (uint32_t i = 0; i < kMine; ++i) values_[i] = static_cast<float>(Element::load(pack.value[i]));
+        } else {
+            UCCL_EP_UNROLL
+            for (uint32_t i = 0; i < kMine; ++i)
+                values_[i] = i < count ? static_cast<float>(Element::load(row[begin + i])) : 0.0f;
+        }
     }
-}
+
+    UCCL_EP_DEVICE void cast(bool power_of_two) {
+        uint32_t largest = 0;  // as bits: magnitudes order like integers, and a NaN above all
+        UCCL_EP_UNROLL
+        for (uint32_t i = 0; i < kMine; ++i) {
+            const uint32_t magnitude = device::float_to_bits(values_[i]) & 0x7fffffffu;
+            largest = magnitude > largest ? magnitude : largest;
+        }
+        const Scale scale = scale_of(device::reduce_max(device::bits_to_float(largest)), power_of_two);
+        UCCL_EP_UNROLL
+        for (uint32_t i = 0; i < kMine; ++i) cast_.value[i] = float_to_float8(values_[i] * scale.multiplier);
+        scale_ = scale.stored;
+    }
+
+    UCCL_EP_DEVICE void store(uint8_t *out, uint32_t hidden, uint32_t group) const {
+        const uint32_t begin = group * kScaleGroup + device::lane() * kMine;
+        const uint32_t count = count_of(hidden, begin);
+        if (count == kMine && pack_is_aligned<uint8_t, kMine>(out + begin)) {
+            *reinterpret_cast<Pack<uint8_t, kMine> *>(out + begin) = cast_;
+        } else {
+            UCCL_EP_UNROLL
+            for (uint32_t i = 0; i < kMine; ++i) {
+                if (i < count) out[begin + i] = cast_.value[i];
+            }
+        }
+    }
+
+    UCCL_EP_DEVICE float scale() const { return scale_; }
+
+  private:
+    UCCL_EP_DEVICE static uint32_t count_of(uint32_t hidden, uint32_t begin) {
+        return begin >= hidden ? 0 : hidden - begin < kMine ? hidden - begin : kMine;
+    }
+
+    float values_[kMine];
+    Pack<uint8_t, kMine> cast_;
+    float scale_;
+};
 
 }  // namespace uccl_ep

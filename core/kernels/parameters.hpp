@@ -128,6 +128,8 @@ struct DispatchParameters {
     void *receive_topk_idx;      // out [rows, num_topk] local expert indices, -1 elsewhere
     float *receive_topk_weights; // out [rows, num_topk], 0 where -1
     int32_t *receive_source;     // out [rows] index of the token on its source rank
+    uint32_t team_warps;         // warps that work a role together: 1, or those of a block
+    uint32_t reserved;
 };
 
 // High-throughput combine: out[t] = bias0[t] + bias1[t] + sum over ranks r of r's row for t, in rank order or
@@ -148,7 +150,7 @@ struct CombineParameters {
     uint32_t max_terms;
     uint32_t domains_first;      // 1: two levels; needs term_ranks
     uint32_t num_tokens;
-    uint32_t reserved;
+    uint32_t team_warps;         // warps that work a role together: 1, or those of a block
     uint8_t *out;                // [num_tokens, hidden]
     float *out_topk_weights;     // [num_tokens, num_topk], or null
 };
@@ -183,14 +185,9 @@ struct LowLatencyDispatchParameters {
     uint32_t index_bytes;
     int32_t *combine_row;     // out [num_tokens, num_topk] row of the combine inbox where it comes home, -1
     int32_t *own_row;         // out [num_tokens, num_topk] its row of receive_x where that is on this rank, -1
-    int32_t *place_in_expert; // scratch [num_tokens, num_topk]
-    int32_t *row_in_rank;     // scratch [num_tokens, num_ranks] row of the message to each rank, -1
-    int32_t *rank_rows;       // scratch [num_ranks]
-    int32_t *expert_rows;     // scratch [num_experts]
-    int32_t *expert_begin;    // scratch [num_experts]
     const int32_t *masked;    // [num_ranks] 1: leave this rank out, or null
     uint32_t own_in_place;    // 1: x stays as it is until the receive half, which takes my own rows from it
-    uint32_t reserved;
+    uint32_t num_chunks;      // runs of tokens that the warps of a block place; at most its warps
     // receive half; L = num_experts / num_ranks, M = max_tokens
     uint8_t *receive_x;       // out [L, num_ranks * M, hidden]
     uint8_t *receive_scales;  // out float32 [L, groups, num_ranks * M], or exponents, or null
@@ -201,6 +198,7 @@ struct LowLatencyDispatchParameters {
     int32_t *combine_base;    // out [num_ranks] first row of mine in each source rank's combine inbox
     int32_t *rows_before;     // out [L, num_ranks] rows of that source in the experts before
     int32_t *rows_home;       // out [num_ranks] rows of each source in all my experts
+    int64_t *layout_range;    // out [L, num_ranks] begin << 32 | count, or null
     int32_t *statistics;      // in/out [L] cumulative receive counts, or null
     int64_t *wait_cost;       // in/out [num_ranks] cycles (ns on the host) waited for each rank, or null
 };

@@ -3,7 +3,7 @@
 // emptied ones at the sender. Inside the scale-up domain the sender stores straight into the peer's
 // window; otherwise it fills the same slot of its outbox and pushes a command.
 //
-// One warp works an end of a stream at a time.
+// A team of warps works an end of a stream at a time.
 #pragma once
 
 #include "channel.hpp"
@@ -51,6 +51,32 @@ UCCL_EP_DEVICE bool fail_difference(const Group &group, Phase phase, uint32_t so
     }
     return true;
 }
+
+// The warps that work a role together: one, or all of their block. Each has its own copy of the team's state, and
+// all of them make the same calls; the leader alone meets the peer.
+struct Team {
+    uint32_t index = 0, size = 1;  // this warp, in warps
+
+    // Teams are dealt to the roles of a channel in order; `team_warps` is 1 or the warps of a block.
+    UCCL_EP_DEVICE static Team of(uint32_t team_warps) {
+        return {team_warps == 1 ? 0 : device::warp_in_block(), team_warps};
+    }
+    UCCL_EP_DEVICE bool leads() const { return index == 0 && device::lane() == 0; }
+    UCCL_EP_DEVICE void sync() const {
+        if (size == 1) {
+            device::sync_warp();
+        } else {
+            device::sync_block();
+        }
+    }
+    // Whether the first lanes of all warps say so; also a sync().
+    UCCL_EP_DEVICE bool all(bool ok) const {
+        if (size != 1) return device::sync_block_all(ok || device::lane() != 0);
+        const uint32_t answer = device::broadcast(static_cast<uint32_t>(ok));
+        device::sync_warp();
+        return answer != 0;
+    }
+};
 
 // Both ends of a stream, in window offsets and signal indices; computed by the functions below.
 struct StreamPlace {
@@ -154,34 +180,42 @@ UCCL_EP_DEVICE bool raise_signal(const Group &group, uint32_t peer, uint32_t sig
 
 class StreamSender {
   public:
-    UCCL_EP_DEVICE StreamSender(const Group &group, const StreamPlace &place, Phase phase)
-        : group_(group), place_(place), phase_(phase), sent_(*place.counter) {
-        device::sync_warp();  // all lanes have read the counter before finish() may write it
+    UCCL_EP_DEVICE StreamSender(const Group &group, const StreamPlace &place, Phase phase, Team team = {})
+        : group_(group), place_(place), phase_(phase), team_(team), sent_(*place.counter) {
+        team_.sync();  // all have read the counter before finish() may write it
     }
 
-    // The next slot to fill, or null on failure. Called by the whole warp.
+    // The next slot to fill, or null on failure. Called by the whole team.
     UCCL_EP_DEVICE uint8_t *acquire() {
         const Layout &layout = group_.layout;
-        const uint64_t slot = sent_ % layout.num_slots;
-        if (sent_ >= layout.num_slots) {
-            const uint64_t needed = sent_ - layout.num_slots + 1;
-            if (!wait_signal_warp(group_, {phase_, place_.peer, place_.credit_signal, needed})) return nullptr;
+        const uint64_t slot = sent_ % layout.num_slots, offset = slot * layout.slot_bytes;
+        const bool local = group_.is_local(place_.peer);
+        if (!local || sent_ >= layout.num_slots) {
+            bool ok = true;
+            if (team_.leads()) {
+                if (sent_ >= layout.num_slots) {
+                    ok = wait_signal(group_, {phase_, place_.peer, place_.credit_signal, sent_ - layout.num_slots + 1});
+                }
+                // The receiver has emptied the slot, so its bytes have left; the transport may still hold the
+                // outbox slot for a retransmission until it reports completion.
+                if (ok && !local && (used_ >> slot & 1) != 0) {
+                    ok = wait_completed(group_, place_.peer, place_.data_signal, tickets_[slot], phase_);
+                }
+            }
+            if (!team_.all(ok)) return nullptr;
         }
-        const uint64_t offset = slot * layout.slot_bytes;
-        if (group_.is_local(place_.peer)) return group_.peer_data[place_.peer] + place_.remote_ring + offset;
-        // The receiver has emptied the slot, so its bytes have left; the transport may still hold the
-        // outbox slot for a retransmission until it reports completion.
-        if (!wait_outbox_slot(slot)) return nullptr;
+        if (local) return group_.peer_data[place_.peer] + place_.remote_ring + offset;
         return group_.data + place_.outbox + offset;
     }
 
-    // Hand over the first `bytes` bytes of the slot. Called by the whole warp.
+    // Hand over the first `bytes` bytes of the slot. Called by the whole team.
     UCCL_EP_DEVICE bool commit(uint64_t bytes) {
-        device::sync_warp();
+        team_.sync();
         ++sent_;
-        uint32_t ok = 1;
-        if (device::lane() == 0) {
-            if (group_.is_local(place_.peer)) {
+        const bool local = group_.is_local(place_.peer);
+        bool ok = true;
+        if (team_.leads()) {
+            if (local) {
                 device::store_release_system(local_signal(group_, place_.peer, place_.data_signal), sent_);
             } else {
                 const uint64_t slot = (sent_ - 1) % group_.layout.num_slots;
@@ -193,12 +227,12 @@ class StreamSender {
                 used_ |= uint64_t{1} << slot;
             }
         }
-        return device::broadcast(ok) != 0;
+        return local || team_.all(ok);
     }
 
-    // Keep the count for the next operation. Called by the whole warp, also after a failure.
+    // Keep the count for the next operation. Called by the whole team, also after a failure.
     UCCL_EP_DEVICE void finish() {
-        if (device::lane() == 0) {
+        if (team_.leads()) {
             *place_.counter = sent_;
             // The next operation starts with no tickets: what this one pushed must have left the outbox.
             for (uint64_t slot = 0; slot < group_.layout.num_slots; ++slot) {
@@ -207,83 +241,93 @@ class StreamSender {
                     break;
             }
         }
-        device::sync_warp();
+        team_.sync();
     }
 
   private:
-    UCCL_EP_DEVICE bool wait_outbox_slot(uint64_t slot) {
-        uint32_t ok = 1;
-        if (device::lane() == 0 && (used_ >> slot & 1) != 0) {
-            ok = wait_completed(group_, place_.peer, place_.data_signal, tickets_[slot], phase_);
-        }
-        return device::broadcast(ok) != 0;
-    }
-
     const Group &group_;
     StreamPlace place_;
     Phase phase_;
+    Team team_;
     uint64_t sent_;
-    uint64_t used_ = 0;               // lane 0: slots with a ticket below
-    uint64_t tickets_[kMaxSlots];     // lane 0: command that last read each outbox slot
+    uint64_t used_ = 0;               // the leader: slots with a ticket below
+    uint64_t tickets_[kMaxSlots];     // the leader: command that last read each outbox slot
 };
+
+UCCL_EP_DEVICE const uint8_t *slot_at(const Group &group, const StreamPlace &place, uint64_t number) {
+    return group.data + place.remote_ring + number % group.layout.num_slots * group.layout.slot_bytes;
+}
+
+// Check the header of message `number` against what this operation expects; called by one thread.
+UCCL_EP_DEVICE bool check_message(const Group &group, const StreamPlace &place, Phase phase, uint64_t number,
+                                  OperationKind kind, const RowFormat &rows) {
+    const auto *header = reinterpret_cast<const MessageHeader *>(slot_at(group, place, number));
+    const bool same_call = header->operation == group.operation && header->kind == static_cast<uint32_t>(kind);
+    const RowFormat theirs{header->row_bytes, header->words[0], header->words[1], header->words[2]};
+    if (same_call && theirs.row_bytes == rows.row_bytes && theirs.scale_bytes == rows.scale_bytes &&
+        theirs.num_topk == rows.num_topk && theirs.dtype == rows.dtype) {
+        return true;
+    }
+    if (!(same_call && fail_difference(group, phase, header->source, theirs, rows))) {
+        uint64_t *detail = group.status->detail;
+        detail[0] = header->operation;
+        detail[1] = header->kind;
+        detail[2] = header->row_bytes;
+        detail[3] = rows.row_bytes;
+        fail(group, Reason::kMismatch, {phase, header->source, place.data_signal, static_cast<uint64_t>(kind)},
+             number + 1, 0);
+    }
+    return false;
+}
+
+// A message brings other rows than the handle of this rank has room for: the ranks use different handles. One thread.
+UCCL_EP_DEVICE void refuse_rows(const Group &group, const StreamPlace &place, Phase phase, uint32_t source,
+                                uint32_t rows, uint32_t room, OperationKind kind) {
+    for (uint32_t i = 0; i < 4; ++i) group.status->detail[i] = 0;
+    fail(group, Reason::kMismatch, {phase, source, place.data_signal, static_cast<uint64_t>(kind)}, rows, room);
+}
 
 class StreamReceiver {
   public:
-    UCCL_EP_DEVICE StreamReceiver(const Group &group, const StreamPlace &place, Phase phase)
-        : group_(group), place_(place), phase_(phase), received_(*place.counter) {
-        device::sync_warp();
+    UCCL_EP_DEVICE StreamReceiver(const Group &group, const StreamPlace &place, Phase phase, Team team = {})
+        : group_(group), place_(place), phase_(phase), team_(team), received_(*place.counter) {
+        team_.sync();
     }
 
     // The next filled slot, its header checked against what this operation expects; null on failure.
-    // Called by the whole warp.
+    // Called by the whole team.
     UCCL_EP_DEVICE const uint8_t *acquire(OperationKind kind, const RowFormat &rows) {
-        if (!wait_signal_warp(group_, {phase_, place_.peer, place_.data_signal, received_ + 1})) return nullptr;
-        const uint8_t *slot =
-            group_.data + place_.remote_ring + received_ % group_.layout.num_slots * group_.layout.slot_bytes;
-        const auto *header = reinterpret_cast<const MessageHeader *>(slot);
-        const bool same_call = header->operation == group_.operation && header->kind == static_cast<uint32_t>(kind);
-        const RowFormat theirs{header->row_bytes, header->words[0], header->words[1], header->words[2]};
-        if (!same_call || theirs.row_bytes != rows.row_bytes || theirs.scale_bytes != rows.scale_bytes ||
-            theirs.num_topk != rows.num_topk || theirs.dtype != rows.dtype) {
-            if (device::lane() == 0 && !(same_call && fail_difference(group_, phase_, header->source, theirs, rows))) {
-                uint64_t *detail = group_.status->detail;
-                detail[0] = header->operation;
-                detail[1] = header->kind;
-                detail[2] = header->row_bytes;
-                detail[3] = rows.row_bytes;
-                fail(group_, Reason::kMismatch,
-                     {phase_, header->source, place_.data_signal, static_cast<uint64_t>(kind)}, received_ + 1, 0);
-            }
-            return nullptr;
+        bool ok = true;
+        if (team_.leads()) {
+            ok = wait_signal(group_, {phase_, place_.peer, place_.data_signal, received_ + 1}) &&
+                 check_message(group_, place_, phase_, received_, kind, rows);
         }
-        return slot;
+        return team_.all(ok) ? slot_at(group_, place_, received_) : nullptr;
     }
 
-    // A message brings more rows than the handle of this rank has room for: the ranks use different handles.
-    UCCL_EP_DEVICE void refuse_rows(uint32_t source, uint32_t rows, uint32_t room, OperationKind kind) {
-        if (device::lane() != 0) return;
-        for (uint32_t i = 0; i < 4; ++i) group_.status->detail[i] = 0;
-        fail(group_, Reason::kMismatch, {phase_, source, place_.data_signal, static_cast<uint64_t>(kind)}, rows, room);
+    UCCL_EP_DEVICE void refuse(uint32_t source, uint32_t rows, uint32_t room, OperationKind kind) {
+        if (team_.leads()) refuse_rows(group_, place_, phase_, source, rows, room, kind);
     }
 
-    // Give the slot back to the sender. Called by the whole warp.
+    // Give the slot back to the sender. Called by the whole team.
     UCCL_EP_DEVICE bool release() {
-        device::sync_warp();
+        team_.sync();
         ++received_;
-        uint32_t ok = 1;
-        if (device::lane() == 0) ok = raise_signal(group_, place_.peer, place_.credit_signal, received_, phase_);
-        return device::broadcast(ok) != 0;
+        bool ok = true;
+        if (team_.leads()) ok = raise_signal(group_, place_.peer, place_.credit_signal, received_, phase_);
+        return group_.is_local(place_.peer) || team_.all(ok);
     }
 
     UCCL_EP_DEVICE void finish() {
-        if (device::lane() == 0) *place_.counter = received_;
-        device::sync_warp();
+        if (team_.leads()) *place_.counter = received_;
+        team_.sync();
     }
 
   private:
     const Group &group_;
     StreamPlace place_;
     Phase phase_;
+    Team team_;
     uint64_t received_;
 };
 

@@ -132,14 +132,31 @@ UCCL_EP_DEVICE bool sync_grid(const Group &group) {
     const bool leader = device::warp_in_block() == 0 && device::lane() == 0;
     if (device::num_blocks() > 1 && leader) {
         uint64_t *arrived = Counters::at(group, SingleCounter::kGridArrived);
-        const uint64_t ticket = device::fetch_add_device(arrived, 1);
-        // The count never goes back, so the round is known from the ticket alone.
-        const uint64_t target = (ticket / device::num_blocks() + 1) * device::num_blocks();
-        const Awaited awaited{Phase::kNone, group.rank, 0, target};
-        wait_at_least(group, awaited, [arrived] { return device::load_acquire_device(arrived); });
+        uint64_t *round = Counters::at(group, SingleCounter::kGridRound);
+        const uint64_t passed = device::load_acquire_device(round);  // before arriving: it cannot advance until then
+        if (device::fetch_add_device(arrived, 1) + 1 == device::num_blocks()) {
+            device::store_release_device(arrived, 0);
+            device::store_release_device(round, passed + 1);
+        } else {
+            const Awaited awaited{Phase::kNone, group.rank, 0, passed + 1};
+            wait_at_least(group, awaited, [round] { return device::load_acquire_device(round); });
+        }
     }
     // One answer for the whole block: a thread that left alone would be missed at the next barrier.
     return device::sync_block_all(!leader || !aborted(group));
+}
+
+// Called once by every block when it has done its part: true, on all threads, for the last one, which then sees what
+// all others wrote; a signal that it raises carries that to whoever waits.
+UCCL_EP_DEVICE bool last_block(const Group &group) {
+    device::sync_block();
+    bool last = true;
+    if (device::warp_in_block() == 0 && device::lane() == 0) {
+        uint64_t *done = Counters::at(group, SingleCounter::kBlocksDone);
+        last = device::fetch_add_device(done, 1) + 1 == device::num_blocks();
+        if (last) device::store_release_device(done, 0);
+    }
+    return device::sync_block_all(last);
 }
 
 }  // namespace uccl_ep

@@ -152,6 +152,8 @@ class DispatchParameters(ctypes.Structure):
         ("receive_topk_idx", c_void_p),
         ("receive_topk_weights", c_void_p),
         ("receive_source", c_void_p),
+        ("team_warps", c_uint32),
+        ("reserved", c_uint32),
     ]
 
 
@@ -173,7 +175,7 @@ class CombineParameters(ctypes.Structure):
         ("max_terms", c_uint32),
         ("domains_first", c_uint32),
         ("num_tokens", c_uint32),
-        ("reserved", c_uint32),
+        ("team_warps", c_uint32),
         ("out", c_void_p),
         ("out_topk_weights", c_void_p),
     ]
@@ -202,14 +204,9 @@ class LowLatencyDispatchParameters(ctypes.Structure):
         ("index_bytes", c_uint32),
         ("combine_row", c_void_p),
         ("own_row", c_void_p),
-        ("place_in_expert", c_void_p),
-        ("row_in_rank", c_void_p),
-        ("rank_rows", c_void_p),
-        ("expert_rows", c_void_p),
-        ("expert_begin", c_void_p),
         ("masked", c_void_p),
         ("own_in_place", c_uint32),
-        ("reserved", c_uint32),
+        ("num_chunks", c_uint32),
         ("receive_x", c_void_p),
         ("receive_scales", c_void_p),
         ("source_index", c_void_p),
@@ -219,6 +216,7 @@ class LowLatencyDispatchParameters(ctypes.Structure):
         ("combine_base", c_void_p),
         ("rows_before", c_void_p),
         ("rows_home", c_void_p),
+        ("layout_range", c_void_p),
         ("statistics", c_void_p),
         ("wait_cost", c_void_p),
     ]

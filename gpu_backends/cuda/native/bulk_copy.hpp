@@ -17,7 +17,7 @@
 
 namespace uccl_ep::device::detail {
 
-inline constexpr uint64_t kBulkLeast = 512;  // bytes; below, ordinary loads have the data sooner
+inline constexpr uint64_t kBulkLeast = 4096;  // bytes; below, ordinary loads have the data sooner
 
 __device__ __forceinline__ WarpStages *warp_stages() { return reinterpret_cast<WarpStages *>(staging_of_warp()); }
 

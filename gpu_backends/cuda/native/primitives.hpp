@@ -8,6 +8,7 @@
 #define UCCL_EP_MAX_THREADS 384
 
 #define UCCL_EP_DEVICE __device__ __forceinline__
+#define UCCL_EP_UNROLL _Pragma("unroll")
 // An entry point: the parameter struct stays in constant memory, and a block sets up its staging first
 // and leaves nothing in flight, whichever way the body returns.
 #define UCCL_EP_KERNEL(name, Parameters)                                              \
@@ -172,6 +173,12 @@ static __device__ __noinline__ void copy(void *destination, const void *source, 
     const auto *from = static_cast<const uint8_t *>(source);
     const uint64_t staged = detail::staged_copy(to, from, bytes);
     detail::vector_copy(to + staged, from + staged, bytes - staged);
+}
+
+// The same bytes to `count` places, `to(i)` being each; for pieces of rows, which loads have sooner than the engine.
+template <class To>
+UCCL_EP_DEVICE void copy_to_many(To to, uint32_t count, const void *source, uint64_t bytes) {
+    detail::vector_copy_to_many(to, count, static_cast<const uint8_t *>(source), bytes);
 }
 
 // ---- floating point ----

@@ -60,4 +60,37 @@ __device__ __forceinline__ void vector_copy(uint8_t *destination, const uint8_t 
     }
 }
 
+// One row to several places: it is loaded once, and all stores of a load follow it.
+template <class To>
+__device__ __forceinline__ void vector_copy_to_many(To to, uint32_t count, const uint8_t *source, uint64_t bytes) {
+    constexpr uint32_t kUnroll = 4;
+    uint64_t addresses = reinterpret_cast<uint64_t>(source);
+    for (uint32_t i = 0; i < count; ++i) addresses |= reinterpret_cast<uint64_t>(to(i));
+    if ((addresses & 15) != 0) {
+        for (uint32_t i = 0; i < count; ++i) vector_copy(to(i), source, bytes);
+        return;
+    }
+    const uint64_t pieces = bytes / 16;
+    const auto *from = reinterpret_cast<const Piece<16> *>(source);
+    for (uint64_t base = lane(); base < pieces; base += kUnroll * 32) {
+        Piece<16> loaded[kUnroll];
+#pragma unroll
+        for (uint32_t j = 0; j < kUnroll; ++j) {
+            if (base + j * 32 < pieces) loaded[j] = from[base + j * 32];
+        }
+        for (uint32_t i = 0; i < count; ++i) {
+            auto *destination = reinterpret_cast<Piece<16> *>(to(i));
+#pragma unroll
+            for (uint32_t j = 0; j < kUnroll; ++j) {
+                if (base + j * 32 < pieces) destination[base + j * 32] = loaded[j];
+            }
+        }
+    }
+    const uint64_t rest = pieces * 16 + lane();
+    if (rest < bytes) {
+        const uint8_t byte = source[rest];
+        for (uint32_t i = 0; i < count; ++i) to(i)[rest] = byte;
+    }
+}
+
 }  // namespace uccl_ep::device::detail

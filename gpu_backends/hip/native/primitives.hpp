@@ -16,6 +16,7 @@
 #define UCCL_EP_HIP_SHARED __attribute__((shared))
 // Also for the CPU side, which is never compiled, because functions there call shared ones.
 #define UCCL_EP_DEVICE __attribute__((host)) UCCL_EP_HIP_DEVICE inline __attribute__((always_inline))
+#define UCCL_EP_UNROLL _Pragma("unroll")
 // An entry point. The parameters are read where the launch put them: through a reference to a by-value
 // argument each thread would copy them to its stack first.
 #define UCCL_EP_KERNEL(name, Parameters)                                                                            \
@@ -183,6 +184,11 @@ UCCL_EP_DEVICE void wait_ended() {}
 // ---- copies ----
 UCCL_EP_DEVICE void copy(void *destination, const void *source, uint64_t bytes) {
     detail::vector_copy(static_cast<uint8_t *>(destination), static_cast<const uint8_t *>(source), bytes);
+}
+
+template <class To>
+UCCL_EP_DEVICE void copy_to_many(To to, uint32_t count, const void *source, uint64_t bytes) {
+    detail::vector_copy_to_many(to, count, static_cast<const uint8_t *>(source), bytes);
 }
 
 // ---- floating point ----

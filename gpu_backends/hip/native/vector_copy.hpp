@@ -63,4 +63,37 @@ static UCCL_EP_HIP_DEVICE __attribute__((noinline)) void vector_copy(uint8_t *de
     }
 }
 
+// One row to several places: it is loaded once, and all stores of a load follow it.
+template <class To>
+UCCL_EP_DEVICE void vector_copy_to_many(To to, uint32_t count, const uint8_t *source, uint64_t bytes) {
+    constexpr uint32_t kUnroll = 4;
+    uint64_t addresses = reinterpret_cast<uint64_t>(source);
+    for (uint32_t i = 0; i < count; ++i) addresses |= reinterpret_cast<uint64_t>(to(i));
+    if (addresses % sizeof(Quad) != 0) {
+        for (uint32_t i = 0; i < count; ++i) vector_copy(to(i), source, bytes);
+        return;
+    }
+    const uint64_t pieces = bytes / sizeof(Quad);
+    const auto *from = reinterpret_cast<const Quad *>(source);
+    for (uint64_t base = lane(); base < pieces; base += kUnroll * kWavefront) {
+        Quad loaded[kUnroll];
+#pragma unroll
+        for (uint32_t j = 0; j < kUnroll; ++j) {
+            if (base + j * kWavefront < pieces) loaded[j] = from[base + j * kWavefront];
+        }
+        for (uint32_t i = 0; i < count; ++i) {
+            auto *destination = reinterpret_cast<Quad *>(to(i));
+#pragma unroll
+            for (uint32_t j = 0; j < kUnroll; ++j) {
+                if (base + j * kWavefront < pieces) destination[base + j * kWavefront] = loaded[j];
+            }
+        }
+    }
+    const uint64_t rest = pieces * sizeof(Quad) + lane();
+    if (rest < bytes) {
+        const uint8_t byte = source[rest];
+        for (uint32_t i = 0; i < count; ++i) to(i)[rest] = byte;
+    }
+}
+
 }  // namespace uccl_ep::device::detail

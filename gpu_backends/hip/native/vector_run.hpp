@@ -26,21 +26,30 @@ class VectorRun {
         for (uint32_t i = 0; i < kElements; ++i) sums_[i] = 0;
     }
 
-    template <bool kWeighted>
-    UCCL_EP_DEVICE void add(const Storage *from, Accumulator factor) {
-        Storage values[kElements];
+    static constexpr uint32_t kTerms = 2;  // rows that are loaded before the first is added
+    struct Loaded {
+        Storage value[kElements];
+    };
+
+    UCCL_EP_DEVICE static Loaded load(const Storage *from) {
+        Loaded loaded;
         if (is_aligned(from)) {
             RunPiece pieces[kPieces];
 #pragma unroll
             for (uint32_t i = 0; i < kPieces; ++i) pieces[i] = reinterpret_cast<const RunPiece *>(from)[i];
-            __builtin_memcpy(values, pieces, sizeof(pieces));
+            __builtin_memcpy(loaded.value, pieces, sizeof(pieces));
         } else {
 #pragma unroll
-            for (uint32_t i = 0; i < kElements; ++i) values[i] = from[i];
+            for (uint32_t i = 0; i < kElements; ++i) loaded.value[i] = from[i];
         }
+        return loaded;
+    }
+
+    template <bool kWeighted>
+    UCCL_EP_DEVICE void add(const Loaded &loaded, Accumulator factor) {
 #pragma unroll
         for (uint32_t i = 0; i < kElements; ++i) {
-            const Accumulator value = Element::load(values[i]);
+            const Accumulator value = Element::load(loaded.value[i]);
             sums_[i] += kWeighted ? value * factor : value;
         }
     }

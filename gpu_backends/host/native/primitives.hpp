@@ -14,6 +14,8 @@
 #include "fibers.hpp"
 
 #define UCCL_EP_DEVICE inline
+// Before a loop of a few constant rounds whose loads should be in flight together.
+#define UCCL_EP_UNROLL
 // An entry point: a kernel takes one parameter struct.
 #define UCCL_EP_KERNEL(name, Parameters) extern "C" void name(const Parameters &parameters)
 
@@ -166,6 +168,12 @@ inline void copy(void *destination, const void *source, uint64_t bytes) {
             std::memcpy(static_cast<uint8_t *>(destination) + i, static_cast<const uint8_t *>(source) + i, length);
         }
     }
+}
+
+// The same bytes to `count` places, `to(i)` being each; a primitive since a GPU loads them only once.
+template <class To>
+inline void copy_to_many(To to, uint32_t count, const void *source, uint64_t bytes) {
+    for (uint32_t i = 0; i < count; ++i) copy(to(i), source, bytes);
 }
 
 // ---- floating point: bit patterns, so that no vendor's type is needed ----

@@ -25,16 +25,20 @@ class VectorRun {
     static constexpr uint32_t kVectors = 8;  // eight of sixteen registers; loads and conversions need the others
     static constexpr uint32_t kElements = kVectors * kLength;
 
+    static constexpr uint32_t kTerms = 1;  // rows that are loaded before the first is added: a core does that itself
+    using Loaded = const Storage *;
+    static Loaded load(const Storage *from) { return from; }
+
     void clear() {
 #pragma GCC unroll 8
         for (uint32_t i = 0; i < kVectors; ++i) sums_[i] = Vector{};
     }
 
     template <bool kWeighted>
-    void add(const Storage *from, Accumulator factor) {
+    void add(Loaded from, Accumulator factor) {
 #pragma GCC unroll 8
         for (uint32_t i = 0; i < kVectors; ++i) {
-            const Vector value = load(from + i * kLength);
+            const Vector value = load_vector(from + i * kLength);
             sums_[i] += kWeighted ? value * factor : value;
         }
     }
@@ -45,7 +49,7 @@ class VectorRun {
     }
 
   private:
-    static Vector load(const Storage *from) {
+    static Vector load_vector(const Storage *from) {
         Vector value;
         if constexpr (std::is_same_v<Storage, Accumulator>) {
             std::memcpy(&value, from, sizeof(value));
