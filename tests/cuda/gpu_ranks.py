@@ -147,6 +147,42 @@ def measure(call: Callable[[], Any], iterations: int, group: Any, warmup: int = 
     return statistics.median(max(sample) for sample in zip(*everyone, strict=True))
 
 
+def replayed(call: Callable[[], Any], group: Any) -> Callable[[], Any]:
+    """The call as a captured graph: what it costs without the CPU's part."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    dist.barrier(group)
+    return graph.replay
+
+
+class Table:
+    """Records of one run, each with what it is compared with."""
+
+    def __init__(self, group: Any, iterations: int, num_ranks: int) -> None:
+        self.group, self.iterations = group, iterations
+        self.records: list[dict[str, Any]] = []
+        self._machine = f"{num_ranks} x {torch.cuda.get_device_name()}"
+
+    def add(self, case: str, metric: str, value: float, baseline: str = "", base: float = 0.0) -> None:
+        entry = {"bench": "ep", "case": case, "metric": metric, "value": value, "unit": "us", "baseline": baseline}
+        ratio = base / value if base else None
+        self.records.append({**entry, "ratio": ratio, "machine": self._machine, "date": time.strftime("%Y-%m-%d")})
+
+    def time(self, case: str, call: Callable[[], Any], baseline: str = "", base: tuple[float, float] = (0.0, 0.0)) -> None:
+        """Both boundaries: events around the call, and around replays of its graph."""
+        self.add(case, "call", measure(call, self.iterations, self.group), baseline, base[0])
+        replay = replayed(call, self.group)
+        self.add(case, "graph replay", measure(replay, self.iterations, self.group), baseline, base[1])
+
+
 def bench(rank: int, num_ranks: int, device: str, options: dict[str, Any], iterations: int) -> list[dict[str, Any]]:
     from uccl_ep import Buffer
 
@@ -155,22 +191,20 @@ def bench(rank: int, num_ranks: int, device: str, options: dict[str, Any], itera
     hint = Buffer.get_low_latency_rdma_size_hint(128, 7168, num_ranks, 288)
     buffer = Buffer(group, low_latency_mode=True, num_rdma_bytes=hint, device=device, options=options)
     if rank == 0:
-        print(json.dumps(buffer.describe(), indent=1), flush=True)
+        print(json.dumps(buffer.describe()), flush=True)
     torch.manual_seed(rank)
-    records = []
+    table = Table(group, iterations, num_ranks)
 
-    def record(case: str, value: float, baseline: str = "", base: float = 0.0) -> None:
-        ratio = base / value if base else None
-        machine = f"{num_ranks} x {torch.cuda.get_device_name()}"
-        entry = {"bench": "ep", "case": case, "metric": "time", "value": value, "unit": "us", "baseline": baseline}
-        records.append({**entry, "ratio": ratio, "machine": machine, "date": time.strftime("%Y-%m-%d")})
-
-    def all_to_all(rows: int, row_bytes: int) -> float:
+    def all_to_all(rows: int, row_bytes: int) -> tuple[float, float]:
         if nccl is None:
-            return 0.0
+            return 0.0, 0.0
         source = torch.randint(0, 255, (num_ranks * rows * row_bytes,), dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
-        return measure(lambda: dist.all_to_all_single(target, source, group=nccl), iterations, group)
+
+        def call() -> None:
+            dist.all_to_all_single(target, source, group=nccl)
+
+        return measure(call, iterations, group), measure(replayed(call, group), iterations, group)
 
     tokens, hidden, topk, experts = 4096, 7168, 8, 256
     x = torch.randn(tokens, hidden, device=device).bfloat16()
@@ -183,13 +217,11 @@ def bench(rank: int, num_ranks: int, device: str, options: dict[str, Any], itera
     )  # fmt: skip
     base = all_to_all(4096, hidden * 2)
     name = "NCCL all_to_all of 4096 rows a peer"
-    record(
-        "HT dispatch bf16, cached", measure(lambda: buffer.dispatch(x, handle=handle), iterations, group), name, base
-    )
-    record("HT combine bf16", measure(lambda: buffer.combine(received, handle), iterations, group), name, base)
+    table.time("HT dispatch bf16, cached", lambda: buffer.dispatch(x, handle=handle), name, base)
+    table.time("HT combine bf16", lambda: buffer.combine(received, handle), name, base)
     x8 = torch.randint(0, 100, (tokens, hidden), device=device, dtype=torch.uint8).view(torch.float8_e4m3fn)
     scales = torch.rand(tokens, hidden // 128, device=device)
-    record("HT dispatch fp8, cached", measure(lambda: buffer.dispatch((x8, scales), handle=handle), iterations, group))
+    table.time("HT dispatch fp8, cached", lambda: buffer.dispatch((x8, scales), handle=handle))
 
     for tokens in (1, 16, 128):
         experts = 288
@@ -198,27 +230,24 @@ def bench(rank: int, num_ranks: int, device: str, options: dict[str, Any], itera
         weights = torch.rand(tokens, topk, device=device)
         base = all_to_all(tokens, hidden * 2)
         name = f"NCCL all_to_all of {tokens} rows a peer"
-        for fp8 in (True, False):
-            state: list[Any] = [None]
+        state: list[Any] = [None]
 
-            def dispatch(x: Any = x, idx: Any = idx, fp8: bool = fp8, state: list[Any] = state) -> None:
-                state[0] = buffer.low_latency_dispatch(x, idx, 128, 288, use_fp8=fp8)
+        def dispatch(fp8: bool, x: Any = x, idx: Any = idx, state: list[Any] = state) -> None:
+            state[0] = buffer.low_latency_dispatch(x, idx, 128, 288, use_fp8=fp8)
 
-            record(
-                f"LL dispatch {'fp8' if fp8 else 'bf16'}, {tokens} tokens",
-                measure(dispatch, iterations, group),
-                name,
-                base,
-            )
+        table.time(f"LL dispatch fp8, {tokens} tokens", lambda: dispatch(True), name, base)  # noqa: B023
+        table.time(f"LL dispatch bf16, {tokens} tokens", lambda: dispatch(False), name, base)  # noqa: B023
         received, _, handle, _, _ = state[0]
-
-        def combine(received: Any = received, idx: Any = idx, weights: Any = weights, handle: Any = handle) -> None:
-            buffer.low_latency_combine(received, idx, weights, handle)
-
-        record(f"LL combine bf16, {tokens} tokens", measure(combine, iterations, group), name, base)
+        table.time(
+            f"LL combine bf16, {tokens} tokens",
+            lambda: buffer.low_latency_combine(received, idx, weights, handle),  # noqa: B023
+            name,
+            base,
+        )
     dist.barrier(group)
+    torch.cuda.synchronize()
     buffer.destroy()
-    return records
+    return table.records
 
 
 def main_of_rank(rank: int, arguments: argparse.Namespace, store: str, results: Any) -> None:
@@ -241,7 +270,10 @@ def main_of_rank(rank: int, arguments: argparse.Namespace, store: str, results: 
         if rank == 0:
             for entry in records:
                 ratio = f"{entry['ratio']:.2f}x" if entry["ratio"] else ""
-                print(f"{entry['case']:34} {entry['value']:9.1f} us  {ratio:7} {entry['baseline']}", flush=True)
+                print(
+                    f"{entry['case']:28} {entry['metric']:13} {entry['value']:9.1f} us  {ratio:7} {entry['baseline']}",
+                    flush=True,
+                )
             if arguments.json:
                 Path(arguments.json).write_text(json.dumps(records, indent=1))
     results.put(rank)
