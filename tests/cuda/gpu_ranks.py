@@ -176,7 +176,9 @@ class Table:
         ratio = base / value if base else None
         self.records.append({**entry, "ratio": ratio, "machine": self._machine, "date": time.strftime("%Y-%m-%d")})
 
-    def time(self, case: str, call: Callable[[], Any], baseline: str = "", base: tuple[float, float] = (0.0, 0.0)) -> None:
+    def time(
+        self, case: str, call: Callable[[], Any], baseline: str = "", base: tuple[float, float] = (0.0, 0.0)
+    ) -> None:
         """Both boundaries: events around the call, and around replays of its graph."""
         self.add(case, "call", measure(call, self.iterations, self.group), baseline, base[0])
         replay = replayed(call, self.group)
@@ -235,8 +237,8 @@ def bench(rank: int, num_ranks: int, device: str, options: dict[str, Any], itera
         def dispatch(fp8: bool, x: Any = x, idx: Any = idx, state: list[Any] = state) -> None:
             state[0] = buffer.low_latency_dispatch(x, idx, 128, 288, use_fp8=fp8)
 
-        table.time(f"LL dispatch fp8, {tokens} tokens", lambda: dispatch(True), name, base)  # noqa: B023
-        table.time(f"LL dispatch bf16, {tokens} tokens", lambda: dispatch(False), name, base)  # noqa: B023
+        table.time(f"LL dispatch fp8, {tokens} tokens", lambda: dispatch(True), name, base)
+        table.time(f"LL dispatch bf16, {tokens} tokens", lambda: dispatch(False), name, base)
         received, _, handle, _, _ = state[0]
         table.time(
             f"LL combine bf16, {tokens} tokens",
