@@ -75,11 +75,13 @@ def elastic(
     dtype: str = "bf16", index: str = "int64", weights: bool = True, bias: int = 0, cached: bool = True,
     alignment: int = 1, expand: bool = False, padding: bool = False, cpu_sync: bool = True, hybrid: bool = True,
     multiple: bool = True, deterministic: bool = False, tma: bool = False, copy: bool = True, stream: str = "sync",
-    seed: int = 0,
+    seed: int = 0, buffer: Any = None,
 ) -> None:  # fmt: skip
-    buffer = elastic_buffer(
-        ctx, allow_hybrid_mode=hybrid, allow_multiple_reduction=multiple, deterministic=deterministic
-    )
+    """``tokens`` of each rank to the experts and back; ``buffer`` None: one that the topology shares."""
+    if buffer is None:
+        buffer = elastic_buffer(
+            ctx, allow_hybrid_mode=hybrid, allow_multiple_reduction=multiple, deterministic=deterministic
+        )
     rank, n, most = ctx.rank, ctx.num_ranks, max([*tokens, 1]) + 3
     local, per_domain = experts // n, ctx.domain or n
     scaleup = per_domain if hybrid else n

@@ -13,7 +13,7 @@ from uccl_ep_core.kernel_parameters import Quantization
 from . import high_throughput
 from .bootstrap import make_bootstrap
 from .communicator import Communicator
-from .events import EventHandle, EventOverlap
+from .events import EventHandle, EventOverlap, communication_stream
 from .low_latency import LowLatency
 from .low_latency_capacity import LowLatencyCapacity
 from .tensors import round_up
@@ -42,10 +42,12 @@ class Buffer:
             `get_low_latency_rdma_size_hint`.
         low_latency_mode: provide the low-latency mode too.
         num_qps_per_rank: a hint, without effect on results.
-        allow_nvlink_for_low_latency_mode, allow_mnnvl: hints; domains are found by trying.
+        allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric, is_intranode: hints; domains are found by trying.
         explicitly_destroy: `destroy` is the caller's duty (it may be called in any case).
         enable_shrink: let `low_latency_update_mask_buffer` leave ranks out.
         comm: an mpi4py communicator, used where ``group`` is None.
+        future_arguments: arguments that only other versions of the interface have: left aside where they ask for
+            nothing (False, 0, None), refused where they ask for something.
         device: where tensors are; None: the current GPU where torch has one, else the CPU.
         options: configuration for this buffer, above environment and files, e.g.
             ``{"transport": "libfabric", "timeout_s": 30, "shm": {"plan": "counted"}}``.
@@ -73,7 +75,11 @@ class Buffer:
         *,
         device: torch.device | str | None = None,
         options: Mapping[str, Any] | None = None,
+        **future_arguments: Any,
     ) -> None:
+        for name, value in future_arguments.items():
+            if value:
+                raise ArgumentError(f"Buffer knows no argument {name} (it was {value!r}): leave it out")
         if num_nvl_bytes < 0 or num_rdma_bytes < 0:
             raise ArgumentError(f"buffer sizes must not be negative: {num_nvl_bytes} and {num_rdma_bytes} bytes")
         if low_latency_mode and num_rdma_bytes == 0:
@@ -159,7 +165,7 @@ class Buffer:
     def get_comm_stream(self) -> Any:
         """The stream communication runs on when it does not run on the current one; None on the host."""
         self._communicator.ensure_open()
-        return getattr(self._communicator.backend, "torch_communication_stream", None)
+        return communication_stream(self._communicator.backend)
 
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
@@ -262,6 +268,12 @@ class Buffer:
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise ArgumentError("a cached dispatch carries no topk_idx or topk_weights: leave out them or handle")
+            rows = high_throughput.check_handle(self._communicator, handle).num_rows
+            if num_worst_tokens not in (0, rows):
+                raise ArgumentError(
+                    f"num_worst_tokens = {num_worst_tokens}, but the handle's dispatch returned {rows} rows: leave it "
+                    f"out, or pass {rows}"
+                )
             cached = high_throughput.dispatch_cached(self._communicator, handle, payload, scales)
             return self._payload(cached), None, None, None, cached.handle, self._event(async_finish)
         if is_token_in_rank is None or num_tokens_per_expert is None:
@@ -355,7 +367,7 @@ class Buffer:
             cumulative_local_expert_recv_stats: int32 [local experts], raised by what arrives.
             dispatch_wait_recv_cost_stats: int64 [num_ranks], raised by the wait for each rank.
             use_fp8: cast to e4m3 in the send, with a float32 scale for each 128 elements.
-            round_scale: scales are powers of two.
+            round_scale: scales are powers of two; it and use_ue8m0 say nothing where there are no scales.
             use_ue8m0: scales are returned as exponents, four to an int32 (with ``round_scale``).
             return_recv_hook: return after the send half; ``hook()`` receives.
 
@@ -366,9 +378,7 @@ class Buffer:
         _refuse(use_nvfp4=use_nvfp4)
         if x_global_scale is not None:
             raise ArgumentError("x_global_scale belongs to use_nvfp4, which is not supported: leave it out")
-        if (round_scale or use_ue8m0) and not use_fp8:
-            raise ArgumentError("round_scale and use_ue8m0 need use_fp8=True")
-        if use_ue8m0 and not round_scale:
+        if use_fp8 and use_ue8m0 and not round_scale:
             raise ArgumentError("use_ue8m0 needs round_scale=True: an exponent alone holds powers of two only")
         if async_finish and return_recv_hook:
             raise ArgumentError("async_finish and return_recv_hook exclude each other: pass one of them")
@@ -426,12 +436,13 @@ class Buffer:
             zero_copy: x is `get_next_low_latency_combine_buffer`'s memory, which the send reads in place.
             out: [num_tokens, hidden] to write into.
             return_recv_hook: return after the send half; ``hook()`` receives and sums.
-            overlap, and the arguments behind it: single-batch overlap; refused when set.
+            overlap, and the arguments behind it: single-batch overlap; refused when set, but for the hint num_sms.
 
         Returns:
             (out, event, hook or None).
         """
-        _refuse(use_logfmt=use_logfmt, overlap=overlap)
+        _refuse(use_logfmt=use_logfmt, overlap=overlap, block_m=block_m, threshold=threshold)
+        _refuse(src_signal_expect_value=src_signal_expect_value)
         for name, value in (
             ("packed_recv_count", packed_recv_count),
             ("comp_signal", comp_signal),

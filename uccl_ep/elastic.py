@@ -15,7 +15,7 @@ from . import expanded, high_throughput, rounding
 from .bootstrap import make_bootstrap, together
 from .communicator import Communicator
 from .ep_handle import EPHandle, Routes, source_metadata
-from .events import EventHandle, EventOverlap
+from .events import EventHandle, EventOverlap, communication_stream
 from .tensors import check_matrix, check_rows, check_topk_weights, check_vector, round_up
 
 Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -193,7 +193,8 @@ class ElasticBuffer:
 
     def get_comm_stream(self) -> Any:
         """The stream communication runs on when it does not run on the current one; None on the host."""
-        return getattr(self._communicator.backend, "torch_communication_stream", None)
+        self._communicator.ensure_open()
+        return communication_stream(self._communicator.backend)
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """Wait until every rank is here.

@@ -9,6 +9,14 @@ from typing import Any
 import torch
 
 from uccl_ep_core.errors import ArgumentError
+from uccl_ep_core.gpu_backend import GpuBackend
+
+
+def communication_stream(backend: GpuBackend) -> Any:
+    """torch's object for the stream of a backend's own work, or None on a host."""
+    if backend.torch_device.type == "cpu":
+        return None
+    return torch.cuda.ExternalStream(backend.communication_stream(), device=backend.torch_device)
 
 
 class EventHandle:

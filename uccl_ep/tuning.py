@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class Config:
-    """Tuning hints in DeepEP's names. They never change a result.
+    """Tuning hints in DeepEP's names. They never change a result, so names that it does not know are left aside.
 
     `get_nvl_buffer_size_hint` and `get_rdma_buffer_size_hint` return what a `Buffer` of that size would
     be created with; tokens stream through bounded slots, so any size works.
@@ -18,6 +19,24 @@ class Config:
     num_max_nvl_chunked_recv_tokens: int = 256
     num_max_rdma_chunked_send_tokens: int = 6
     num_max_rdma_chunked_recv_tokens: int = 256
+
+    def __init__(
+        self,
+        num_sms: int = 20,
+        num_max_nvl_chunked_send_tokens: int = 6,
+        num_max_nvl_chunked_recv_tokens: int = 256,
+        num_max_rdma_chunked_send_tokens: int = 6,
+        num_max_rdma_chunked_recv_tokens: int = 256,
+        **other_hints: Any,
+    ) -> None:
+        for name, value in (
+            ("num_sms", num_sms),
+            ("num_max_nvl_chunked_send_tokens", num_max_nvl_chunked_send_tokens),
+            ("num_max_nvl_chunked_recv_tokens", num_max_nvl_chunked_recv_tokens),
+            ("num_max_rdma_chunked_send_tokens", num_max_rdma_chunked_send_tokens),
+            ("num_max_rdma_chunked_recv_tokens", num_max_rdma_chunked_recv_tokens),
+        ):
+            object.__setattr__(self, name, value)
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Bytes for tokens of ``hidden_bytes`` bytes among ``num_ranks`` ranks."""
