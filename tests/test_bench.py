@@ -51,6 +51,25 @@ def test_bench_channel_writes_records_with_their_ceilings(tmp_path: Path) -> Non
     assert len(slower_than(found, 1e6)) == len(through)
 
 
+def test_bench_ordering_compares_plans_on_one_transport(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "uccl_ep.bench.ordering", "--rounds", "3", "--writes", "256"]
+    done = subprocess.run(
+        [*command, "--json", str(tmp_path / "ordering.json"), "--plot", str(tmp_path / "ordering.png")],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [records.Record(**r) for r in json.loads((tmp_path / "ordering.json").read_text())]
+    for plan in ("counted", "fenced"):
+        rates = [r for r in found if r.metric == f"rate, {plan} plan"]
+        assert len(rates) == 4 and {r.baseline for r in rates} == {f"rate, native plan beside {plan}"}
+        # A bound that a busy machine keeps; the figure itself is in docs/performance.md.
+        assert all(r.ratio > 0.5 for r in rates), rates
+    assert (tmp_path / "ordering.png").stat().st_size > 10_000
+
+
 def test_bench_refuses_nonsense() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "uccl_ep.bench.ep", "--iterations", "0"], capture_output=True, text=True

@@ -30,6 +30,7 @@ bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 BENCHES = {
     "ep": ("uccl_ep.bench.ep", "Dispatch and combine, against an all-to-all of the same run."),
     "channel": ("uccl_ep.bench.channel", "Commands a second from kernels to proxies."),
+    "ordering": ("uccl_ep.bench.ordering", "What an emulated ordering plan costs against the native one."),
     "transport": ("uccl_ep.bench.transport", "Messages a second, latency and bandwidth of a transport."),
 }
 COMMANDS = {

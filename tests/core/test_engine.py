@@ -61,7 +61,8 @@ def test_messages_arrive_before_their_signal(plan, num_proxies):
         used = {name for name, count in stats.items() if name.startswith("emulated_") and count}
         assert used == EMULATION[plan]
         assert (stats["native_signals"] != 0) == (plan == "native")
-        assert stats["signals_raised"] == (4 * rounds if plan == "counted" else 0)
+        # Messages of one signal that complete one after another are raised once.
+        assert (0 < stats["signals_raised"] <= 4 * rounds) if plan == "counted" else stats["signals_raised"] == 0
 
 
 @pytest.mark.parametrize("plan", ["native", "counted"])

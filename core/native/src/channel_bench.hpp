@@ -31,7 +31,7 @@ double ring_rate(uint32_t batch, bool bare, uint64_t commands);
 double round_trip_us(bool bare, uint64_t rounds);
 
 // A stream of writes of payload between two engines of this process, neither of them started: this thread
-// runs both proxies in turn, so that all work of both sides is counted, and nothing waits for a core.
+// runs both proxies in turn, so that nothing waits for a core.
 struct Payload {
     uint32_t signal = 0;        // that the sender raises
     uint64_t bytes = 7168;      // of a write
@@ -40,7 +40,11 @@ struct Payload {
     uint64_t window_bytes = 0;  // sources and targets lie in this much of the data windows, in turn
     uint64_t first_value = 1;   // of the signal
 };
-// Seconds of CPU time.
-double payload_seconds(Engine &sender, Engine &receiver, const Payload &payload);
+// Seconds of CPU time of either side's proxy.
+struct Shares {
+    double sender;
+    double receiver;
+};
+Shares payload_seconds(Engine &sender, Engine &receiver, const Payload &payload);
 
 }  // namespace uccl_ep::bench

@@ -16,6 +16,7 @@ namespace uccl_ep {
 namespace {
 
 constexpr uint64_t kArrivalsPerPoll = 256;
+constexpr uint32_t kNoSignal = UINT32_MAX;
 constexpr uint32_t kRepeats = 3;  // of the last credit, where a completion proves no placement
 
 class CountedPlan final : public Plan {
@@ -27,6 +28,7 @@ class CountedPlan final : public Plan {
           stats_(stats),
           codec_(shared.limits.imm_bits, shared.layout.num_signals()),
           receiver_(codec_, shared.layout.num_signals()),
+          senders_(shared.sender_signals.data()),
           arrivals_(kArrivalsPerPoll),
           peers_(shared.layout.num_ranks) {
         if (shared.limits.remote_queue_depth != 0) {
@@ -39,7 +41,7 @@ class CountedPlan final : public Plan {
         if (window_ == 0) {
             return true;
         }
-        const uint64_t sealed = shared_.sender_signals[key].sealed;
+        const uint64_t sealed = senders_[key].sealed;
         const uint64_t needed = value > sealed + 1 ? value - sealed : 1;
         Peer &state = peers_[peer];
         if (state.sent - state.credited + needed > window_) {
@@ -52,9 +54,11 @@ class CountedPlan final : public Plan {
                shared_.verdicts->peer_closed(peer);
     }
 
+    bool windowed() const override { return window_ != 0; }
     void write(uccl_ep_write &write, const Op &op) override {
+        SenderSignal &signal = senders_[op.key];
         // Nothing was staged behind it where it is refused: a message begun anew has no writes yet.
-        if (!fill_gap(op) || !announce(write, op)) {
+        if ((op.value != signal.sealed && !fill_gap(op)) || !announce(write, op, signal)) {
             outbound_.unstage();
         }
     }
@@ -62,7 +66,7 @@ class CountedPlan final : public Plan {
         Op empty = op;
         empty.kind = OpKind::kEmpty;
         empty.last = true;
-        if (fill_gap(empty)) {
+        if (op.value == senders_[op.key].sealed || fill_gap(empty)) {
             send(empty);
         }
     }
@@ -74,6 +78,10 @@ class CountedPlan final : public Plan {
     }
 
     uint64_t poll() override {
+        if (announced_ != 0) {
+            stats_.emulated_immediates.add(announced_);
+            announced_ = 0;
+        }
         const int64_t count =
             shared_.ops->poll_arrivals(shared_.ops->context, lane_, arrivals_.data(), arrivals_.size());
         if (count < 0) {
@@ -83,10 +91,15 @@ class CountedPlan final : public Plan {
                        std::string("polling arrivals failed: ") + (words != nullptr ? words : "no reason given")});
             return 0;
         }
-        for (int64_t i = 0; i < count; ++i) {
-            take(arrivals_[static_cast<uint64_t>(i)]);
+        if (count != 0) {
+            counted_ = 0;
+            for (int64_t i = 0; i < count; ++i) {
+                take(arrivals_[static_cast<uint64_t>(i)]);
+            }
+            raise();
+            stats_.emulated_counts.add(counted_);
+            stats_.arrivals.add(static_cast<uint64_t>(count));
         }
-        stats_.arrivals.add(static_cast<uint64_t>(count));
         if (window_ != 0) {
             for (const uint32_t peer : shared_.remote_peers) {
                 if (peers_[peer].polled - peers_[peer].told >= std::max<uint64_t>(1, window_ / 4)) {
@@ -125,13 +138,10 @@ class CountedPlan final : public Plan {
 
     uint64_t credit_field() const { return offsetof(PeerNotice, consumed) + uint64_t{lane_} * 8; }
 
-    // The receiver counts every message number. A kernel may skip some (a credit that went up by more
-    // than one): they are messages of nothing.
+    // A message begins. The receiver counts every message number, but a kernel may skip some (a credit that
+    // went up by more than one): those are messages of nothing.
     bool fill_gap(const Op &op) {
-        SenderSignal &signal = shared_.sender_signals[op.key];
-        if (op.value == signal.sealed) {
-            return true;
-        }
+        SenderSignal &signal = senders_[op.key];
         if (op.value - signal.sealed > kEpochWindow) {
             fail(Fault{shared_.rank, Reason::kBadCommand, op.signal, signal.sealed + kEpochWindow, op.value,
                        "signal " + std::to_string(op.signal) + " went from " + std::to_string(signal.sealed) + " to " +
@@ -157,18 +167,17 @@ class CountedPlan final : public Plan {
     }
 
     // Give a write its immediate. False: the message has too many.
-    bool announce(uccl_ep_write &write, const Op &op) {
-        SenderSignal &signal = shared_.sender_signals[op.key];
+    bool announce(uccl_ep_write &write, const Op &op, SenderSignal &signal) {
         if (signal.next_index >= codec_.max_writes()) {
             fail(Fault{shared_.rank, Reason::kBadCommand, op.signal, codec_.max_writes(), signal.next_index,
                        "a message of more than " + std::to_string(codec_.max_writes()) + " writes"});
             return false;
         }
-        write.flags |= UCCL_EP_WRITE_IMMEDIATE;
+        write.flags = UCCL_EP_WRITE_IMMEDIATE;
         write.immediate = codec_.encode(
             Immediate{op.signal, static_cast<uint32_t>(op.value % kEpochs), signal.next_index++, op.last});
         peers_[op.peer].sent += 1;
-        stats_.emulated_immediates.add(1);
+        ++announced_;
         return true;
     }
 
@@ -180,7 +189,7 @@ class CountedPlan final : public Plan {
         staged.write->remote_region = UCCL_EP_REGION_DATA;
         *staged.op = op;
         staged.op->in_use = true;
-        if (!announce(*staged.write, op)) {
+        if (!announce(*staged.write, op, senders_[op.key])) {
             outbound_.unstage();
         }
     }
@@ -196,13 +205,18 @@ class CountedPlan final : public Plan {
             }
             peers_[writer].polled += 1;
         }
+        // A raise waits for no more than the look at the next arrival: messages of one signal that complete
+        // one after another are raised, and made visible to the device, once.
+        if (outcome != Arrival::kRaise || to_raise_ != signal) {
+            raise();
+        }
         switch (outcome) {
             case Arrival::kCounted:
-                stats_.emulated_counts.add(1);
+                ++counted_;
                 return;
             case Arrival::kRaise:
-                stats_.emulated_counts.add(1);
-                raise(signal);
+                ++counted_;
+                to_raise_ = signal;
                 return;
             case Arrival::kDuplicate:
                 stats_.emulated_duplicates.add(1);
@@ -226,7 +240,12 @@ class CountedPlan final : public Plan {
         }
     }
 
-    void raise(uint32_t signal) {
+    void raise() {
+        if (to_raise_ == kNoSignal) {
+            return;
+        }
+        const uint32_t signal = to_raise_;
+        to_raise_ = kNoSignal;
         if (shared_.options.flush_function != 0) {
             reinterpret_cast<void (*)(void *)>(shared_.options.flush_function)(
                 reinterpret_cast<void *>(shared_.options.flush_context));
@@ -274,9 +293,13 @@ class CountedPlan final : public Plan {
     ProxyStats &stats_;
     ImmediateCodec codec_;
     CountedReceiver receiver_;
+    SenderSignal *senders_;
     std::vector<uccl_ep_arrival> arrivals_;
     std::vector<Peer> peers_;
-    uint64_t window_ = 0;  // immediates under way to one peer, 0: no limit
+    uint64_t window_ = 0;             // immediates under way to one peer, 0: no limit
+    uint64_t announced_ = 0;          // immediates sent, not in stats_ yet
+    uint64_t counted_ = 0;            // arrivals of this poll
+    uint32_t to_raise_ = kNoSignal;   // complete, not raised yet
 };
 
 }  // namespace

@@ -19,7 +19,7 @@ Endpoint &self(void *context) { return *static_cast<Endpoint *>(context); }
 Endpoint::Endpoint(uint32_t num_ranks, uint32_t num_lanes) {
     for (uint32_t i = 0; i < num_ranks; ++i) {
         peers_.push_back(std::make_unique<Peer>());
-        peers_.back()->outgoing.resize(num_lanes, nullptr);
+        peers_.back()->outgoing.resize(num_lanes);
     }
     for (uint32_t i = 0; i < num_lanes; ++i) {
         lanes_.push_back(std::make_unique<Lane>());
@@ -65,7 +65,7 @@ void Endpoint::set_rings(uint32_t peer, uint32_t lane, uint64_t outgoing, uint64
     if (outgoing % alignof(ArrivalRing) != 0 || incoming % alignof(ArrivalRing) != 0) {
         throw std::invalid_argument("arrival rings must be aligned to 64 bytes");
     }
-    peers_.at(peer)->outgoing.at(lane) = reinterpret_cast<ArrivalRing *>(outgoing);
+    peers_.at(peer)->outgoing.at(lane).ring = reinterpret_cast<ArrivalRing *>(outgoing);
     lanes_.at(lane)->incoming.emplace_back(peer, reinterpret_cast<ArrivalRing *>(incoming));
 }
 
@@ -84,38 +84,53 @@ int64_t Endpoint::refuse(Lane &lane, const char *what, uint32_t peer, uint64_t o
     return -EINVAL;
 }
 
+bool Endpoint::room(Outgoing &outgoing) {
+    if (outgoing.tail - outgoing.head == ArrivalRing::kCapacity) {
+        outgoing.head = outgoing.ring->head.load(std::memory_order_acquire);
+    }
+    return outgoing.tail - outgoing.head != ArrivalRing::kCapacity;
+}
+
+void Endpoint::publish(Outgoing &outgoing) {
+    outgoing.ring->tail.store(outgoing.tail, std::memory_order_release);
+    // The line of the immediates after the next ones was last in the receiver's cache, or in none: stores
+    // behind one that waits for it would wait too.
+    __builtin_prefetch(&outgoing.ring->immediates[(outgoing.tail + kPublishEvery) % ArrivalRing::kCapacity], 1);
+}
+
 int64_t Endpoint::post_writes(uint32_t lane_index, const uccl_ep_write *writes, uint64_t count) {
     Lane &lane = *lanes_[lane_index];
+    Outgoing *unpublished = nullptr;
     uint64_t copied = 0;
-    for (uint64_t i = 0; i < count; ++i) {
-        const uccl_ep_write &write = writes[i];
+    uint64_t taken = 0;
+    int64_t error = 0;
+    for (; taken < count; ++taken) {
+        const uccl_ep_write &write = writes[taken];
         if (lane.tail - lane.head == kQueueDepth || (copied != 0 && copied + write.bytes > kBytesPerPost)) {
-            return static_cast<int64_t>(i);
+            break;
         }
         if (write.bytes > kBytesPerPost) {
             refuse(lane, "larger than max_message", write.peer, write.remote_offset, write.bytes);
-            return i != 0 ? static_cast<int64_t>(i) : -EMSGSIZE;
+            error = -EMSGSIZE;
+            break;
         }
         if (write.peer >= peers_.size() || peers_[write.peer]->regions.empty()) {
-            return i != 0 ? static_cast<int64_t>(i) : refuse(lane, "not connected to the peer", write.peer, 0, 0);
+            error = refuse(lane, "not connected to the peer", write.peer, 0, 0);
+            break;
         }
         Peer &peer = *peers_[write.peer];
         const char *source = resolve(local_, write.local_region, write.local_offset, write.bytes);
         char *target = resolve(peer.regions, write.remote_region, write.remote_offset, write.bytes);
         if (source == nullptr || target == nullptr) {
-            return i != 0
-                       ? static_cast<int64_t>(i)
-                       : refuse(lane,
-                                source == nullptr ? "local bytes outside the region" : "outside the peer's region",
-                                write.peer, source == nullptr ? write.local_offset : write.remote_offset, write.bytes);
+            error = refuse(lane, source == nullptr ? "local bytes outside the region" : "outside the peer's region",
+                           write.peer, source == nullptr ? write.local_offset : write.remote_offset, write.bytes);
+            break;
         }
-        ArrivalRing *ring = nullptr;
-        uint64_t tail = 0;
+        Outgoing *outgoing = nullptr;
         if ((write.flags & UCCL_EP_WRITE_IMMEDIATE) != 0) {
-            ring = peer.outgoing[lane_index];
-            tail = ring->tail.load(std::memory_order_relaxed);
-            if (tail - ring->head.load(std::memory_order_acquire) == ArrivalRing::kCapacity) {
-                return static_cast<int64_t>(i);
+            outgoing = &peer.outgoing[lane_index];
+            if (!room(*outgoing)) {
+                break;
             }
         }
         if (write.bytes == 8 && (reinterpret_cast<uint64_t>(target) | reinterpret_cast<uint64_t>(source)) % 8 == 0) {
@@ -128,13 +143,24 @@ int64_t Endpoint::post_writes(uint32_t lane_index, const uccl_ep_write *writes, 
             std::memcpy(target, source, write.bytes);
         }
         copied += write.bytes;
-        if (ring != nullptr) {
-            ring->immediates[tail % ArrivalRing::kCapacity] = write.immediate;
-            ring->tail.store(tail + 1, std::memory_order_release);
-        }
         lane.completions[lane.tail++ % kQueueDepth] = uccl_ep_completion{write.token, write.peer, 0};
+        if (outgoing != nullptr) {
+            if (unpublished != outgoing && unpublished != nullptr) {
+                publish(*unpublished);
+            }
+            unpublished = outgoing;
+            const uint64_t tail = outgoing->tail++;
+            outgoing->ring->immediates[tail % ArrivalRing::kCapacity] = write.immediate;
+            if (tail % kPublishEvery == kPublishEvery - 1 || write.bytes >= kPublishBytes) {
+                publish(*outgoing);
+                unpublished = nullptr;
+            }
+        }
     }
-    return static_cast<int64_t>(count);
+    if (unpublished != nullptr) {
+        publish(*unpublished);
+    }
+    return taken == 0 ? error : static_cast<int64_t>(taken);
 }
 
 int64_t Endpoint::post_signals(uint32_t lane_index, const uccl_ep_signal *signals, uint64_t count) {

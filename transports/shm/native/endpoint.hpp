@@ -31,6 +31,10 @@ class Endpoint {
   public:
     static constexpr uint64_t kQueueDepth = 1024;           // unpolled completions of one lane
     static constexpr uint64_t kBytesPerPost = 4u << 20;     // a post stops accepting after copying these
+    // Immediates are published together: a line of them at a time, but no later than the end of the post, nor
+    // than after a large write.
+    static constexpr uint64_t kPublishEvery = 64 / sizeof(uint64_t);
+    static constexpr uint64_t kPublishBytes = 32u << 10;
 
     Endpoint(uint32_t num_ranks, uint32_t num_lanes);
     ~Endpoint();
@@ -53,9 +57,15 @@ class Endpoint {
     const char *last_error(uint32_t lane) const;
 
   private:
+    // The sending side of an arrival ring, touched by its lane's thread alone.
+    struct Outgoing {
+        ArrivalRing *ring = nullptr;
+        uint64_t tail = 0;  // entries filled
+        uint64_t head = 0;  // what the receiver had taken when last looked at
+    };
     struct Peer {
         std::vector<Region> regions;
-        std::vector<ArrivalRing *> outgoing;  // per lane
+        std::vector<Outgoing> outgoing;  // per lane
         int pidfd = -1;
         std::atomic<bool> dead{false};
     };
@@ -68,6 +78,8 @@ class Endpoint {
         char error[160] = "";
     };
 
+    static bool room(Outgoing &outgoing);
+    static void publish(Outgoing &outgoing);
     int64_t refuse(Lane &lane, const char *what, uint32_t peer, uint64_t offset, uint64_t bytes);
     char *resolve(const std::vector<Region> &regions, uint32_t region, uint64_t offset, uint64_t bytes) const;
 
