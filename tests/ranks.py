@@ -130,15 +130,14 @@ def check_equal(what: str, got: Any, want: Any) -> None:
     )
 
 
-def _serve(rank: int, size: int, store: str, pipe: Any, env: dict[str, str], trace: str) -> None:
+def _serve(rank: int, size: int, port: int, pipe: Any, env: dict[str, str], trace: str) -> None:
     os.environ.update(env)
     trace_file = open(trace, "w")  # noqa: SIM115  (lives as long as the process)
     faulthandler.enable(trace_file)
     faulthandler.register(signal.SIGUSR1, trace_file, all_threads=True)
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=120)
-    )
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
     groups: dict[tuple[int, ...], Any] = {}
     for n in range(1, size + 1):
         members = tuple(range(n))
@@ -184,15 +183,17 @@ class RankPool:
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._store: dist.TCPStore | None = None  # served by this process, as torchrun's agent serves it
         self._topology: Any = None
 
     def start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="uccl_ep_ranks_")
+        self._store = dist.TCPStore("127.0.0.1", 0, self.size, is_master=True, wait_for_workers=False)
         for rank in range(self.size):
             ours, theirs = _context.Pipe()
             process = _context.Process(
                 target=_serve,
-                args=(rank, self.size, f"{self._folder.name}/store", theirs, self.env, self._trace(rank)),
+                args=(rank, self.size, self._store.port, theirs, self.env, self._trace(rank)),
                 daemon=True,
             )
             process.start()
@@ -221,7 +222,7 @@ class RankPool:
             process.join()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._store = [], [], None
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None

@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from uccl_ep_core.errors import ArgumentError, EPError, TransportError
 
+from .roll_call import ProcessName, RollCall, store_of
+
 T = TypeVar("T")
 
 
@@ -18,8 +20,21 @@ class Bootstrap(Protocol):
     rank: int
     num_ranks: int
 
-    def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's picklable value, by rank."""
+    def all_gather(self, value: Any, stage: str) -> list[Any]:
+        """Every rank's picklable value, by rank.
+
+        Args:
+            stage: what this exchange is for, in the words of an error.
+
+        Raises:
+            PeerFailure: a rank ended or did not come in time; names it and the stage.
+        """
+
+    def start(self, timeout_s: float) -> None:
+        """Begin a set-up, in which each exchange waits so long for each rank."""
+
+    def finish(self) -> None:
+        """End it, done or failed."""
 
 
 class TorchBootstrap:
@@ -31,10 +46,28 @@ class TorchBootstrap:
         self.num_ranks = dist.get_world_size(group)
         if self.rank < 0:
             raise ArgumentError("this process is not a member of the group: create the Buffer on members only")
+        self._roll_call: RollCall | None = None
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def start(self, timeout_s: float) -> None:
+        self._roll_call = RollCall(store_of(self._group), self.rank, self.num_ranks, timeout_s)
+        names = self.all_gather(tuple(ProcessName.own()), "meeting")
+        self._roll_call.watch([ProcessName(*name) for name in names])
+
+    def finish(self) -> None:
+        if self._roll_call is not None:
+            self._roll_call.close()
+            self._roll_call = None
+
+    def all_gather(self, value: Any, stage: str) -> list[Any]:
+        roll_call = self._roll_call
+        if roll_call is None:
+            raise RuntimeError("all_gather outside of start() and finish()")
+        roll_call.answer(stage)
         result: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(result, value, group=self._group)
+        try:
+            dist.all_gather_object(result, value, group=self._group)
+        except RuntimeError as error:
+            roll_call.explain(stage, error)
         return result
 
 
@@ -46,8 +79,14 @@ class MpiBootstrap:
         self.rank = communicator.Get_rank()
         self.num_ranks = communicator.Get_size()
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any, stage: str) -> list[Any]:
         return list(self._communicator.allgather(value))
+
+    def start(self, timeout_s: float) -> None:
+        """MPI itself ends the job when a rank dies."""
+
+    def finish(self) -> None:
+        """Nothing was begun."""
 
 
 def make_bootstrap(group: Any, communicator: Any = None) -> Bootstrap:
@@ -81,7 +120,7 @@ def together(bootstrap: Bootstrap, stage: str, step: Callable[[], T]) -> T:
         result = step()
     except Exception as caught:
         error = caught
-    reports = bootstrap.all_gather(None if error is None else f"{type(error).__name__}: {error}")
+    reports = bootstrap.all_gather(None if error is None else f"{type(error).__name__}: {error}", stage)
     if error is not None:
         if isinstance(error, EPError):
             raise error

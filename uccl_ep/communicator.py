@@ -14,7 +14,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -41,7 +41,8 @@ logger = logging.getLogger("uccl_ep")
 RINGS_PER_PROXY = 4
 MOST_CHANNELS = 48  # chosen automatically; more bring no bandwidth, and each has its own slots
 END_CALLS_S = 10.0  # kernels look at the abort word every few microseconds
-CLOSED = 7  # Reason::kClosed of layout.hpp
+DEFAULT_LIMIT_S = 300.0  # as plugins.toml has it
+CLOSED, INTERRUPTED = 7, 8  # Reason::kClosed and kInterrupted of layout.hpp
 COUNTER_KINDS = 11  # Counter::kCount of core/kernels/counters.hpp
 
 
@@ -52,6 +53,14 @@ def _boot_identity() -> str:
             return file.read().strip()
     except OSError:
         return socket.gethostname()
+
+
+def set_up_limit_s(overrides: Mapping[str, Any] | None) -> float:
+    """How long a set-up waits for a rank: ``timeout_s``, where the configuration is sound enough to say it."""
+    try:
+        return float(Configuration.resolve(overrides).general.timeout_s)
+    except EPError:
+        return DEFAULT_LIMIT_S  # every rank hears of the error in the first step of the set-up
 
 
 class _Resources:
@@ -151,10 +160,13 @@ class Communicator:
         resources.rank = self.rank
         self._finalizer = weakref.finalize(self, resources.close)
         try:
+            bootstrap.start(set_up_limit_s(overrides))
             self._set_up(torch_device, low_latency_bytes, overrides)
         except BaseException:
             self._finalizer()
             raise
+        finally:
+            bootstrap.finish()
 
     # ---- set-up ----
 
@@ -175,7 +187,7 @@ class Communicator:
         general = self.general = self.configuration.general
         logger.setLevel(general.log_level.upper())
         self._agree_on_options(low_latency_bytes)
-        self._one_host = len(set(bootstrap.all_gather(_boot_identity()))) == 1
+        self._one_host = len(set(bootstrap.all_gather(_boot_identity(), "comparing hosts"))) == 1
         self.reachable = reachable_ranks(bootstrap, self.backend)
         self.ranks_per_domain = ranks_per_domain(self.reachable, general.domain_size)
         self.num_domains = self.num_ranks // self.ranks_per_domain
@@ -204,7 +216,8 @@ class Communicator:
                 self.backend.export_window(self.data),
                 self.backend.export_window(self.control),
                 _native.PeerMonitor.identity(),
-            )
+            ),
+            "exchanging windows",
         )
         together(bootstrap, "importing windows of the scale-up domain", lambda: self._import(peers))
         identities = {rank: identity for rank, (_, _, identity) in enumerate(peers) if rank != self.rank}
@@ -220,7 +233,8 @@ class Communicator:
         )
         if remote:
             addresses = bootstrap.all_gather(
-                together(bootstrap, "registering windows with the transport", self._register)
+                together(bootstrap, "registering windows with the transport", self._register),
+                "exchanging addresses of the transport",
             )
             together(bootstrap, "connecting the transport", lambda: self._connect(addresses, remote))
         self._monitor = resources.monitor = _native.PeerMonitor(
@@ -242,7 +256,7 @@ class Communicator:
             "transport": general.transport,
             "plan": general.plan,
         }
-        everyone = self.bootstrap.all_gather(mine)
+        everyone = self.bootstrap.all_gather(mine, "agreeing on options")
         for name in mine:
             values = [other[name] for other in everyone]
             if any(value != values[0] for value in values):
@@ -394,12 +408,28 @@ class Communicator:
     def launch(
         self, kernel: str, parameters: ctypes.Structure, *, num_blocks: int = 1, warps: int = 1, shared_bytes: int = 0
     ) -> None:
-        """Run a kernel and raise what went wrong in it."""
+        """Run a kernel and raise what went wrong in it.
+
+        A signal handler that raises (Ctrl-C) while it runs closes the buffer: the operation is cut off.
+        """
         self._calls[kernel] = self._calls.get(kernel, 0) + 1
         with self._resources.used():
-            self.backend.launch(
-                kernel, bytes(parameters), num_blocks=num_blocks, warps_per_block=warps, shared_bytes=shared_bytes
-            )
+            try:
+                self.backend.launch(
+                    kernel, bytes(parameters), num_blocks=num_blocks, warps_per_block=warps, shared_bytes=shared_bytes
+                )
+            except EPError:
+                raise
+            except BaseException:  # whatever a signal handler raised
+                self._cut_off()
+                raise
+            self.check()
+
+    def _cut_off(self) -> None:
+        """Tell the group that this rank left an operation, and close the buffer."""
+        if not KernelStatus.from_address(self._status.memory.pointer).failed:  # else `check` tells what the kernel saw
+            self.verdicts.report(self.rank, INTERRUPTED, 0)
+        with suppress(EPError):
             self.check()
 
     def ensure_open(self) -> None:

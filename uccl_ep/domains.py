@@ -23,9 +23,10 @@ def reachable_ranks(bootstrap: Bootstrap, backend: GpuBackend) -> list[list[bool
         return window, backend.export_window(window)
 
     window, handle = together(bootstrap, "probing which ranks share memory", make)
-    peers = bootstrap.all_gather((handle, mark))
+    peers = bootstrap.all_gather((handle, mark), "probing which ranks share memory")
     mine = [rank == bootstrap.rank or _can_read(backend, *peer) for rank, peer in enumerate(peers)]
-    table = bootstrap.all_gather(mine)  # also keeps the window open until all have looked
+    # Also keeps the window open until all have looked.
+    table = bootstrap.all_gather(mine, "telling which ranks share memory")
     window.close()  # type: ignore[attr-defined]
     return table
 

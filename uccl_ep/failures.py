@@ -10,7 +10,7 @@ from uccl_ep_core.kernel_parameters import Quantization
 
 from .tensors import NUMBERED
 
-REASONS = ("none", "timeout", "dead", "mismatch", "transport", "bad command", "protocol", "closed")
+REASONS = ("none", "timeout", "dead", "mismatch", "transport", "bad command", "protocol", "closed", "interrupted")
 PHASES = (
     "none",
     "notify",
@@ -54,6 +54,7 @@ def peer_failure(verdict: Any, rank: int, detail: tuple[int, ...] = (), words: s
         "dead": "its process is gone",
         "mismatch": _difference(verdict) if differs else _mismatch(detail),
         "closed": "it destroyed its buffer while others still waited for it",
+        "interrupted": "a signal handler of its process raised (Ctrl-C raises KeyboardInterrupt)",
         "transport": "the transport reported an error towards it",
         "bad command": "it pushed a command outside its window, which its proxy refused",
         "protocol": "its messages broke the ordering protocol",

@@ -68,6 +68,11 @@ class WaitLimit {
         const uint64_t now = device::now_ns();
         if (start_ == 0) start_ = now;
         const uint64_t elapsed = now - start_;
+        if (device::interrupted()) {
+            fail(group_, Reason::kInterrupted, {awaited_.phase, group_.rank, awaited_.signal, awaited_.expected}, seen,
+                 elapsed);
+            return false;
+        }
         if (elapsed > group_.timeout_ns) {
             fail(group_, Reason::kTimeout, awaited_, seen, elapsed);
             return false;

@@ -47,7 +47,7 @@ class PeerFailure(EPError):
     Attributes:
         rank: the rank at fault, in the numbering of the buffer's group.
         reason: ``"timeout"``, ``"dead"``, ``"mismatch"``, ``"transport"``, ``"bad command"``,
-            ``"protocol"`` or ``"closed"``.
+            ``"protocol"``, ``"closed"`` or ``"interrupted"``.
         phase: what the reporting rank was doing, e.g. ``"dispatch"``.
         reporter: the rank that noticed.
         signal: index of the signal that was waited for.

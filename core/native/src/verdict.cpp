@@ -54,6 +54,7 @@ int severity(uint32_t reason) {
         case Reason::kMismatch:
         case Reason::kProtocol:
         case Reason::kTransport:
+        case Reason::kInterrupted:
             return 1;
         default:
             return 2;

@@ -166,6 +166,8 @@ UCCL_EP_DEVICE uint64_t now_ns() {
 }
 UCCL_EP_DEVICE void relax() { asm volatile("nanosleep.u32 16;"); }
 UCCL_EP_DEVICE void wait_ended() {}
+// Whether the process that launched the kernel wants it to end; a GPU's kernels are ended by a verdict instead.
+UCCL_EP_DEVICE constexpr bool interrupted() { return false; }
 
 // ---- copies. Not inlined: kernels call it at dozens of places, and a call is nothing beside a copy ----
 static __device__ __noinline__ void copy(void *destination, const void *source, uint64_t bytes) {

@@ -180,6 +180,8 @@ UCCL_EP_DEVICE void store_command(uint64_t *slot, const uint64_t *words) {
 UCCL_EP_DEVICE uint64_t now_ns() { return __builtin_readsteadycounter() * 10; }
 UCCL_EP_DEVICE void relax() { __builtin_amdgcn_s_sleep(1); }  // 64 cycles
 UCCL_EP_DEVICE void wait_ended() {}
+// Whether the process that launched the kernel wants it to end; a GPU's kernels are ended by a verdict instead.
+UCCL_EP_DEVICE constexpr bool interrupted() { return false; }
 
 // ---- copies ----
 UCCL_EP_DEVICE void copy(void *destination, const void *source, uint64_t bytes) {

@@ -2,6 +2,7 @@
 
 #include <sched.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <new>
@@ -24,8 +25,28 @@ constexpr size_t kStackBytes = 256 * 1024;
 constexpr size_t kStackBytes = 64 * 1024;
 #endif
 
+constexpr uint32_t kYieldsPerClock = 256;  // a look at the clock costs as much as some yields
+
 thread_local Block *current_block = nullptr;
+
+uint64_t clock_ns() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
+}
 }  // namespace
+
+bool Interruption::due() {
+    if (asked()) return false;
+    const uint64_t now = clock_ns();
+    if (looked_ns_ == 0) looked_ns_ = now;
+    return now - looked_ns_ >= kPeriodNs;
+}
+
+void Interruption::look() {
+    looked_ns_ = clock_ns();
+    if (!asked() && check_()) asked_.store(true, std::memory_order_relaxed);
+}
 
 struct Block::Fiber {
     ucontext_t context{};
@@ -98,8 +119,10 @@ void Block::entry(uint32_t low, uint32_t high) {
     }
 }
 
-void Block::run(const std::function<void()> &body) {
+void Block::run(const std::function<void()> &body, Interruption &interruption, bool looks) {
     body_ = &body;
+    interruption_ = &interruption;
+    looks_ = looks;
     Block *const previous = current_block;
     current_block = this;
     if (fibers_.size() == 1) {  // a lone fiber needs no stack of its own
@@ -124,16 +147,23 @@ void Block::run(const std::function<void()> &body) {
     }
 #if defined(__SANITIZE_THREAD__)
     scheduler_->tsan = __tsan_get_current_fiber();
-    __tsan_switch_to_fiber(fibers_[0]->tsan, 0);
-#endif
-#if defined(__SANITIZE_ADDRESS__)
-    __sanitizer_start_switch_fiber(&scheduler_->fake_stack, fibers_[0]->stack, fibers_[0]->stack_bytes);
 #endif
     running_ = 0;
-    swapcontext(&scheduler_->context, &fibers_[0]->context);
-#if defined(__SANITIZE_ADDRESS__)
-    __sanitizer_finish_switch_fiber(scheduler_->fake_stack, nullptr, nullptr);
+    for (;;) {  // a fiber comes back here when all are done, or for a look around on this stack
+        Fiber &next = *fibers_[running_];
+#if defined(__SANITIZE_THREAD__)
+        __tsan_switch_to_fiber(next.tsan, 0);
 #endif
+#if defined(__SANITIZE_ADDRESS__)
+        __sanitizer_start_switch_fiber(&scheduler_->fake_stack, next.stack, next.stack_bytes);
+#endif
+        swapcontext(&scheduler_->context, &next.context);
+#if defined(__SANITIZE_ADDRESS__)
+        __sanitizer_finish_switch_fiber(scheduler_->fake_stack, nullptr, nullptr);
+#endif
+        if (alive_ == 0) break;
+        interruption_->look();
+    }
     current_block = previous;
 }
 
@@ -145,6 +175,25 @@ void Block::resume_scheduler() {
     __sanitizer_start_switch_fiber(nullptr, scheduler_bottom_, scheduler_bytes_);
 #endif
     setcontext(&scheduler_->context);
+}
+
+// Look at the interruption, on the thread's own stack, and come back.
+void Block::look_around() {
+    if (fibers_.size() == 1) {
+        interruption_->look();
+        return;
+    }
+    Fiber &from = *fibers_[running_];
+#if defined(__SANITIZE_THREAD__)
+    __tsan_switch_to_fiber(scheduler_->tsan, 0);
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_start_switch_fiber(&from.fake_stack, scheduler_bottom_, scheduler_bytes_);
+#endif
+    swapcontext(&from.context, &scheduler_->context);
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_finish_switch_fiber(from.fake_stack, nullptr, nullptr);
+#endif
 }
 
 void Block::switch_to(uint32_t next) {
@@ -168,6 +217,7 @@ void Block::switch_to(uint32_t next) {
 }
 
 void Block::yield() {
+    if (looks_ && ++yields_ % kYieldsPerClock == 0 && interruption_->due()) look_around();
     const uint32_t count = static_cast<uint32_t>(fibers_.size());
     if (count == 1) {
         sched_yield();

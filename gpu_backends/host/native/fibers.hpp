@@ -7,6 +7,7 @@
 
 #include <ucontext.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -14,6 +15,23 @@
 #include <vector>
 
 namespace uccl_ep::host {
+
+// What the launching thread looks at while a kernel runs: whether the kernel is to end. `check` is called every
+// 50 ms, on that thread's own stack (a signal handler written in Python needs more than a fiber has), until it says so.
+class Interruption {
+  public:
+    explicit Interruption(const std::function<bool()> &check) : check_(check) {}
+    bool asked() const { return asked_.load(std::memory_order_relaxed); }
+    bool due();   // launching thread: whether it is time to look
+    void look();  // launching thread
+
+    static constexpr uint64_t kPeriodNs = 50'000'000;
+
+  private:
+    const std::function<bool()> &check_;
+    std::atomic<bool> asked_{false};
+    uint64_t looked_ns_ = 0;
+};
 
 class Block {
   public:
@@ -23,8 +41,8 @@ class Block {
     Block &operator=(const Block &) = delete;
 
     // Runs `body` once on every fiber; returns when all have returned. A C++ exception must not
-    // leave `body`.
-    void run(const std::function<void()> &body);
+    // leave `body`. The block of the launching thread also `looks` at the interruption.
+    void run(const std::function<void()> &body, Interruption &interruption, bool looks);
 
     // The block that the calling fiber belongs to.
     static Block &current();
@@ -40,6 +58,7 @@ class Block {
     // Let other fibers run; when a whole round passed without progress(), yield the core.
     void yield();
     void progress() { progressed_ = true; }
+    bool interrupted() const { return interruption_->asked(); }
 
     // Wait for all lanes of this warp, or for all fibers of the block.
     void sync_warp();
@@ -59,6 +78,7 @@ class Block {
     void wait_at(Barrier &barrier, uint32_t expected);
     void switch_to(uint32_t next);
     void resume_scheduler();
+    void look_around();
     static void entry(uint32_t low, uint32_t high);
 
     uint32_t index_;
@@ -69,6 +89,9 @@ class Block {
     uint32_t alive_ = 0;
     bool progressed_ = false;
     bool vote_ = true;
+    bool looks_ = false;
+    uint32_t yields_ = 0;
+    Interruption *interruption_ = nullptr;
     const std::function<void()> *body_ = nullptr;
     std::unique_ptr<std::byte[]> shared_;
     std::vector<std::unique_ptr<Fiber>> fibers_;

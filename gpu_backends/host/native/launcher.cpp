@@ -1,5 +1,7 @@
 #include "launcher.hpp"
 
+#include <chrono>
+
 namespace uccl_ep::host {
 
 Launcher::~Launcher() {
@@ -22,6 +24,7 @@ void Launcher::work(uint32_t index) {
     for (;;) {
         Block *block = nullptr;
         const std::function<void()> *body = nullptr;
+        Interruption *interruption = nullptr;
         {
             std::unique_lock lock(mutex_);
             changed_.wait(lock, [&] { return stopping_ || (round_ != seen && assigned_[index] != nullptr); });
@@ -30,8 +33,9 @@ void Launcher::work(uint32_t index) {
             block = assigned_[index];
             assigned_[index] = nullptr;
             body = body_;
+            interruption = interruption_;
         }
-        block->run(*body);
+        block->run(*body, *interruption, false);
         {
             const std::lock_guard lock(mutex_);
             --unfinished_;
@@ -40,9 +44,10 @@ void Launcher::work(uint32_t index) {
     }
 }
 
-void Launcher::launch(const Kernel &kernel, const void *parameters, uint32_t num_blocks, uint32_t num_warps,
-                      size_t shared_bytes) {
+bool Launcher::launch(const Kernel &kernel, const void *parameters, uint32_t num_blocks, uint32_t num_warps,
+                      size_t shared_bytes, const std::function<bool()> &interrupted) {
     const std::lock_guard launch_lock(launching_);
+    Interruption interruption(interrupted);
     const std::function<void()> body = [&] { kernel.run(parameters); };
     Block &first = block(0, num_blocks, num_warps, shared_bytes);
     if (num_blocks > 1) {
@@ -55,17 +60,24 @@ void Launcher::launch(const Kernel &kernel, const void *parameters, uint32_t num
             }
             for (uint32_t i = 1; i < num_blocks; ++i) assigned_[i - 1] = &block(i, num_blocks, num_warps, shared_bytes);
             body_ = &body;
+            interruption_ = &interruption;
             unfinished_ = num_blocks - 1;
             ++round_;
         }
         changed_.notify_all();
     }
-    first.run(body);
+    first.run(body, interruption, true);
     if (num_blocks > 1) {
         // Every wait inside a kernel has a limit, so this one has too.
         std::unique_lock lock(mutex_);
-        changed_.wait(lock, [&] { return unfinished_ == 0; });
+        while (!changed_.wait_for(lock, std::chrono::nanoseconds(Interruption::kPeriodNs),
+                                  [&] { return unfinished_ == 0; })) {
+            lock.unlock();
+            interruption.look();
+            lock.lock();
+        }
     }
+    return interruption.asked();
 }
 
 }  // namespace uccl_ep::host

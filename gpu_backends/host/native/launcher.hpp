@@ -24,9 +24,10 @@ class Launcher {
     Launcher &operator=(const Launcher &) = delete;
 
     // Run `kernel` with `num_blocks` blocks of `num_warps` warps, each block on its own thread; block 0
-    // on the caller's. Returns when all have finished. One launch at a time.
-    void launch(const Kernel &kernel, const void *parameters, uint32_t num_blocks, uint32_t num_warps,
-                size_t shared_bytes);
+    // on the caller's. Returns when all have finished. One launch at a time. While it runs, the caller's
+    // thread calls `interrupted` every 50 ms; when that says true, waits of the kernel fail. Returns whether it did.
+    bool launch(const Kernel &kernel, const void *parameters, uint32_t num_blocks, uint32_t num_warps,
+                size_t shared_bytes, const std::function<bool()> &interrupted);
 
   private:
     using Shape = std::tuple<uint32_t, uint32_t, uint32_t, size_t>;  // index, blocks, warps, shared bytes
@@ -42,6 +43,7 @@ class Launcher {
     std::vector<std::thread> threads_;
     std::vector<Block *> assigned_;  // [thread]
     const std::function<void()> *body_ = nullptr;
+    Interruption *interruption_ = nullptr;
     uint64_t round_ = 0;
     uint32_t unfinished_ = 0;
     bool stopping_ = false;

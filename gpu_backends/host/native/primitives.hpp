@@ -156,6 +156,8 @@ inline uint64_t now_ns() {
 // Called by a waiting thread between polls, and when its wait has ended.
 inline void relax() { host::Block::current().yield(); }
 inline void wait_ended() { host::Block::current().progress(); }
+// Whether the process that launched the kernel wants it to end: a wait fails then.
+inline bool interrupted() { return host::Block::current().interrupted(); }
 
 // ---- copies: warp collective, any alignment; visible to the warp after sync_warp ----
 inline void copy(void *destination, const void *source, uint64_t bytes) {

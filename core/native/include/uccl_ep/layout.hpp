@@ -71,6 +71,7 @@ enum class Reason : uint32_t {
     kBadCommand = 5,     // a command outside its window was refused (culprit: the rank itself)
     kProtocol = 6,       // duplicate, closed epoch, or immediate that names no signal
     kClosed = 7,         // the culprit closed its buffer
+    kInterrupted = 8,    // a signal handler of the culprit's process raised while it waited
 };
 
 enum class Phase : uint32_t {
