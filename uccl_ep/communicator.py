@@ -140,6 +140,7 @@ class Communicator:
         torch_device: where the caller's tensors are; chooses the GPU backend where none is named.
         low_latency_bytes: size of the low-latency part, as from `LowLatencyCapacity.hint`; 0: none.
         overrides: configuration given in the call (highest precedence).
+        equal: further arguments that every rank must give alike, by name.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class Communicator:
         torch_device: torch.device,
         low_latency_bytes: int = 0,
         overrides: Mapping[str, Any] | None = None,
+        equal: Mapping[str, Any] | None = None,
     ) -> None:
         self.bootstrap = bootstrap
         self.rank = bootstrap.rank
@@ -161,7 +163,7 @@ class Communicator:
         self._finalizer = weakref.finalize(self, resources.close)
         try:
             bootstrap.start(set_up_limit_s(overrides))
-            self._set_up(torch_device, low_latency_bytes, overrides)
+            self._set_up(torch_device, low_latency_bytes, overrides, equal or {})
         except BaseException:
             self._finalizer()
             raise
@@ -170,7 +172,13 @@ class Communicator:
 
     # ---- set-up ----
 
-    def _set_up(self, torch_device: torch.device, low_latency_bytes: int, overrides: Mapping[str, Any] | None) -> None:
+    def _set_up(
+        self,
+        torch_device: torch.device,
+        low_latency_bytes: int,
+        overrides: Mapping[str, Any] | None,
+        equal: Mapping[str, Any],
+    ) -> None:
         bootstrap, resources = self.bootstrap, self._resources
 
         def configure() -> Any:
@@ -186,7 +194,7 @@ class Communicator:
         resources.backend = self.backend
         general = self.general = self.configuration.general
         logger.setLevel(general.log_level.upper())
-        self._agree_on_options(low_latency_bytes)
+        self._agree_on_options({"num_rdma_bytes": low_latency_bytes, **equal})
         self._one_host = len(set(bootstrap.all_gather(_boot_identity(), "comparing hosts"))) == 1
         self.reachable = reachable_ranks(bootstrap, self.backend)
         self.ranks_per_domain = ranks_per_domain(self.reachable, general.domain_size)
@@ -244,17 +252,17 @@ class Communicator:
         together(bootstrap, "starting", lambda: None)  # nobody writes before all are ready
         logger.info("rank %d of %d: %s", self.rank, self.num_ranks, self.describe())
 
-    def _agree_on_options(self, low_latency_bytes: int) -> None:
+    def _agree_on_options(self, arguments: Mapping[str, Any]) -> None:
         general = self.general
         mine = {
             "slot_bytes": general.slot_bytes,
             "num_slots": general.num_slots,
             "num_proxies": general.num_proxies,
             "domain_size": general.domain_size,
-            "num_rdma_bytes": low_latency_bytes,
             "gpu_backend": self._backend_selection.name,
             "transport": general.transport,
             "plan": general.plan,
+            **arguments,
         }
         everyone = self.bootstrap.all_gather(mine, "agreeing on options")
         for name in mine:

@@ -12,7 +12,7 @@ from uccl_ep_core.errors import ArgumentError, HandleError
 from uccl_ep_core.kernel_parameters import DispatchShape
 
 from . import expanded, high_throughput, rounding
-from .bootstrap import make_bootstrap, together
+from .bootstrap import make_bootstrap
 from .communicator import Communicator
 from .ep_handle import EPHandle, Routes, source_metadata
 from .events import EventHandle, EventOverlap, communication_stream
@@ -115,9 +115,7 @@ class ElasticBuffer:
             "allow_hybrid_mode": bool(allow_hybrid_mode),
             "allow_multiple_reduction": bool(allow_multiple_reduction),
         }
-        everyone = bootstrap.all_gather(mine)
-        together(bootstrap, "comparing the arguments of ElasticBuffer", lambda: _require_equal(everyone))
-        self._communicator = Communicator(bootstrap, torch.device(device), 0, overrides)
+        self._communicator = Communicator(bootstrap, torch.device(device), 0, overrides, mine)
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
         self.scaleout_rank_idx = self.rank_idx // self.num_scaleup_ranks
@@ -533,15 +531,6 @@ class ElasticBuffer:
     def _wait(event: AnyEvent | None) -> None:
         if event is not None:
             event.current_stream_wait()
-
-
-def _require_equal(everyone: list[dict[str, Any]]) -> None:
-    for name, first in everyone[0].items():
-        for rank, other in enumerate(everyone):
-            if other[name] != first:
-                raise ArgumentError(
-                    f"{name} is {first} on rank 0 and {other[name]} on rank {rank}: give every rank the same value"
-                )
 
 
 def _require_distinct(topk_idx: torch.Tensor, num_local_experts: int) -> None:
