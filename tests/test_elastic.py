@@ -13,11 +13,11 @@ from test_matrix import matrix, run
 from uccl_ep import (
     ArgumentError,
     BufferClosedError,
+    ConfigurationError,
     ElasticBuffer,
     EventOverlap,
     HandleError,
     PeerFailure,
-    ConfigurationError,
     reference_v2,
 )
 
@@ -131,9 +131,7 @@ def test_refused_before_anybody_communicates(pool: RankPool) -> None:
 def differing(ctx: Context, where: str) -> None:
     with environment(buffer_environment(ctx.domain, ctx.options)):
         if where == "constructor":
-            with pytest.raises(
-                ConfigurationError, match="allow_hybrid_mode differs between ranks: True on rank 0, False"
-            ):
+            with pytest.raises(ConfigurationError, match="allow_hybrid_mode differs between ranks: True"):
                 ElasticBuffer(ctx.group, allow_hybrid_mode=ctx.rank == 0)
             return
         buffer = ElasticBuffer(ctx.group, num_gpu_timeout_secs=50, num_cpu_timeout_secs=40)

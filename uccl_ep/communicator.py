@@ -202,7 +202,8 @@ class Communicator:
         first = self.rank // self.ranks_per_domain * self.ranks_per_domain
         self.domain_ranks = range(first, first + self.ranks_per_domain)
         remote = [rank for rank in range(self.num_ranks) if rank not in self.domain_ranks]
-        self.num_channels = min(bootstrap.all_gather(general.num_channels or self._automatic_channels()))
+        wanted = general.num_channels or self._automatic_channels()
+        self.num_channels = min(bootstrap.all_gather(wanted, "agreeing on channels"))
 
         if remote or general.transport != "auto":  # a named transport must be usable, needed or not
             together(bootstrap, "opening the transport", self._open_transport)
