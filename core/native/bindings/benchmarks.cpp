@@ -39,13 +39,14 @@ void bind_benchmarks(py::module_ &module) {
         "bench_payload",
         [](Engine &sender, Engine &receiver, uint32_t signal, uint64_t nbytes, uint32_t writes, uint64_t messages,
            uint64_t window_bytes, uint64_t first_value) {
-            const bench::Shares shares = bench::payload_seconds(
-                sender, receiver, {signal, nbytes, writes, messages, window_bytes, first_value});
+            const bench::Shares shares =
+                bench::payload_seconds(sender, receiver, {signal, nbytes, writes, messages, window_bytes, first_value});
             return std::pair(shares.sender, shares.receiver);
         },
         py::arg("sender"), py::arg("receiver"), py::arg("signal"), py::arg("nbytes"), py::arg("writes"),
         py::arg("messages"), py::arg("window_bytes"), py::arg("first_value"), Release(),
-        "CPU seconds of the sending and of the receiving proxy for a stream of writes between two engines that were not started.");
+        "CPU seconds of the sending and of the receiving proxy for a stream of writes between two engines that were "
+        "not started.");
 }
 
 }  // namespace uccl_ep

@@ -26,7 +26,8 @@ enum class Mutation {
     kNoAcquireFence,       // poll
     kRelaxedConsumedStore,
     kRelaxedConsumedLoad,
-    kRelaxedCachedCopy,    // the producers' shared copy of `consumed` without release and acquire
+    kRelaxedCachedCopy,    // the producers' shared copy of `consumed` without release
+    kFenceWithoutAcquire,  // nor is it acquired
     kNoFullCheck,
     kOnePhaseBit,          // only word 0 says whether the command is new
     kConsumedTooEarly,     // published before the slot was read
@@ -46,6 +47,7 @@ constexpr const char *kNames[] = {"none",
                                   "relaxed_consumed_store",
                                   "relaxed_consumed_load",
                                   "relaxed_cached_copy",
+                                  "fence_without_acquire",
                                   "no_full_check",
                                   "one_phase_bit",
                                   "consumed_too_early",
@@ -83,10 +85,15 @@ struct Words {
     uccl_ep::PackedCommand published[16];  // 0: the zeros that slots start with
     uint64_t count;
     uint64_t seen[4];     // the consumer's last loads
-    uint64_t tickets[3];  // of each thread, the last one taken
+    uint64_t tickets[3];  // of each thread, the next one it fills
     uint64_t expected_phase;
 };
 Words words;
+
+// Written when the command with this ticket was popped. Whoever refills its slot reads it, which is a data
+// race without a happens-before edge from the pop.
+rl::var<uint64_t> *popped = nullptr;
+uint64_t slots_of_ring = 0;
 
 // The progress words are told apart by address, so that each order can be taken away on its own.
 Word *completed_word = nullptr;
@@ -97,16 +104,15 @@ struct RelacyAtomics {
         if (mutation == Mutation::kTicketNotAtomic) {
             const uint64_t old = word->load(rl::mo_relaxed, $);
             word->store(old + n, rl::mo_relaxed, $);
-            return old;
+            return words.tickets[rl::thread_index()] = old;
         }
         return words.tickets[rl::thread_index()] = word->fetch_add(n, rl::mo_relaxed, $);
     }
-    static uint64_t load_acquire_device(Word *word) {
+    static uint64_t load_relaxed_device(Word *word) {
         if (mutation == Mutation::kNoFullCheck) {
             return words.tickets[rl::thread_index()];  // "everything before mine was consumed"
         }
-        return word->load(mutation == Mutation::kRelaxedCachedCopy ? rl::mo_relaxed : rl::mo_acquire, $) +
-               (mutation == Mutation::kOneSlotTooMany ? 1 : 0);
+        return word->load(rl::mo_relaxed, $) + (mutation == Mutation::kOneSlotTooMany ? 1 : 0);
     }
     static void store_release_device(Word *word, uint64_t value) {
         word->store(value, mutation == Mutation::kRelaxedCachedCopy ? rl::mo_relaxed : rl::mo_release, $);
@@ -148,8 +154,22 @@ struct RelacyAtomics {
             rl::atomic_thread_fence(rl::mo_release, $);
         }
     }
+    // Of a push: publishes what was staged, and acquires the producers' shared copy of the progress.
+    static void fence_system() {
+        if (mutation != Mutation::kNoReleaseFence && mutation != Mutation::kFenceWithoutAcquire) {
+            rl::atomic_thread_fence(rl::mo_acq_rel, $);
+        } else if (mutation == Mutation::kNoReleaseFence) {
+            rl::atomic_thread_fence(rl::mo_acquire, $);
+        } else {
+            rl::atomic_thread_fence(rl::mo_release, $);
+        }
+    }
     // "In any order": the weak memory model reorders relaxed stores to different words by itself.
     static void store_slot(Slot *slot, const uccl_ep::PackedCommand &packed) {
+        const uint64_t ticket = words.tickets[rl::thread_index()]++;
+        if (ticket >= slots_of_ring) {
+            (void)static_cast<uint64_t>(popped[ticket - slots_of_ring]($));
+        }
         words.published[words.count] = packed;
         const uint64_t place = words.count++;
         for (uint64_t i = 0; i < words.groups; ++i) {
@@ -176,7 +196,7 @@ template <int Groups, int Producers, int Capacity, int Commands, int Staging, in
 struct RingTest : rl::test_suite<RingTest<Groups, Producers, Capacity, Commands, Staging, Batch>, Producers + 1> {
     Slot slots[Capacity];
     Word head, cached_consumed, consumed, completed;
-    rl::var<uint64_t> owner[Capacity];               // who may touch the slot
+    rl::var<uint64_t> gone[Producers * Commands];    // popped, by ticket
     rl::var<uint64_t> staged[Producers * Staging];   // bytes that the transport will read
     Ring ring;
 
@@ -189,7 +209,7 @@ struct RingTest : rl::test_suite<RingTest<Groups, Producers, Capacity, Commands,
         for (Word *word : {&head, &cached_consumed, &consumed, &completed}) {
             word->store(0, rl::mo_relaxed, $);
         }
-        for (auto &variable : owner) {
+        for (auto &variable : gone) {
             variable($) = 0;
         }
         for (auto &variable : staged) {
@@ -197,6 +217,8 @@ struct RingTest : rl::test_suite<RingTest<Groups, Producers, Capacity, Commands,
         }
         ring = {slots, &head, &cached_consumed, &consumed, &completed, Capacity};
         completed_word = &completed;
+        popped = gone;
+        slots_of_ring = Capacity;
         words = {&slots[0].word[0], Groups, {}, 1, {}, {}, 0};
     }
 
@@ -222,11 +244,14 @@ struct RingTest : rl::test_suite<RingTest<Groups, Producers, Capacity, Commands,
                 }
                 staged[producer * Staging + j % Staging]($) = numbered(producer, j).value;
             }
+            if (Batch == 1 && mutation != Mutation::kBatchAboveCapacity) {
+                tickets[i] = uccl_ep::ring_push<RelacyAtomics>(ring, numbered(producer, i), keep_waiting);
+                continue;
+            }
             const uint64_t count = mutation == Mutation::kBatchAboveCapacity ? Capacity + 1 : Batch;
             const uint64_t first = uccl_ep::ring_reserve<RelacyAtomics>(ring, count, keep_waiting);
             for (int j = i; j < i + Batch; ++j) {
                 tickets[j] = first + (j - i);
-                owner[tickets[j] % Capacity]($) = 1;  // races with the consumer unless the slot is free
                 uccl_ep::ring_publish<RelacyAtomics>(ring, tickets[j], numbered(producer, j));
             }
         }
@@ -251,7 +276,7 @@ struct RingTest : rl::test_suite<RingTest<Groups, Producers, Capacity, Commands,
                       command.signal == expected.signal && command.bytes == expected.bytes &&
                       command.local_offset == expected.local_offset &&
                       command.remote_offset == expected.remote_offset && command.operation == expected.operation);
-            owner[ticket % Capacity]($) = 0;
+            gone[ticket]($) = 1;
             uccl_ep::ring_progress<RelacyAtomics>(&consumed, ticket + 1);
             if (mutation == Mutation::kCompletedTooEarly) {
                 uccl_ep::ring_progress<RelacyAtomics>(&completed, ticket + 1);

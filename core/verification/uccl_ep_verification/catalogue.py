@@ -38,6 +38,7 @@ def ring_cases() -> list[Case]:
         "relaxed_consumed_store",
         "relaxed_consumed_load",
         "relaxed_cached_copy",
+        "fence_without_acquire",
         "ticket_not_atomic",
     ):
         cases.append(ring_case("mpsc", mutation, "fail", "random", 60_000))

@@ -9,13 +9,13 @@ namespace {
 
 using namespace uccl_ep;
 
-// The fence of a batch has been made by the caller.
+// As in core/kernels/channel.hpp, which needs a group of ranks around it.
 struct Atomics {
     UCCL_EP_DEVICE static uint64_t fetch_add_device(uint64_t *word, uint64_t n) {
-        return device::fetch_add_device(word, n);
+        return device::fetch_add_relaxed_device(word, n);
     }
-    UCCL_EP_DEVICE static uint64_t load_acquire_device(const uint64_t *word) {
-        return device::load_acquire_device(word);
+    UCCL_EP_DEVICE static uint64_t load_relaxed_device(const uint64_t *word) {
+        return device::load_relaxed_system(word);
     }
     UCCL_EP_DEVICE static void store_release_device(uint64_t *word, uint64_t value) {
         device::store_release_device(word, value);
@@ -23,7 +23,7 @@ struct Atomics {
     UCCL_EP_DEVICE static uint64_t load_acquire_system(const uint64_t *word) {
         return device::load_acquire_system(word);
     }
-    UCCL_EP_DEVICE static void release_fence_system() {}
+    UCCL_EP_DEVICE static void fence_system() { device::fence_system(); }
     UCCL_EP_DEVICE static void store_slot(PackedCommand *slot, const PackedCommand &packed) {
         device::store_command(slot->word, packed.word);
     }
@@ -38,7 +38,7 @@ constexpr uint64_t kLimitNs = 10'000'000'000;  // no run lasts a second; a lost 
 __global__ void push_kernel(PushRun run) {
     const uint64_t deadline = device::now_ns() + kLimitNs;
     const uint32_t warp = blockIdx.x;
-    const RingView &ring = static_cast<const RingView *>(run.rings)[warp % run.num_rings];
+    const RingView ring = static_cast<const RingView *>(run.rings)[warp % run.num_rings];
     for (uint64_t done = 0; done < run.per_lane; done += run.batch) {
         uint64_t first = 0;
         if (device::lane() == 0) {
@@ -47,17 +47,17 @@ __global__ void push_kernel(PushRun run) {
         }
         first = device::broadcast(first);
         if (first == kNoTicket) return;
-        device::fence_system();
+        device::fence_system();  // each lane publishes what it staged itself
         for (uint32_t i = 0; i < run.batch; ++i) {
             const uint64_t ticket = first + uint64_t{i} * device::kWarpSize + device::lane();
-            ring_publish<Atomics>(ring, ticket, command_of(warp, ticket + 1));
+            ring_fill<Atomics>(ring, ticket, command_of(warp, ticket + 1));
         }
     }
 }
 
 __global__ void raw_kernel(PushRun run, uint64_t commands_per_ring) {
     const uint32_t warp = blockIdx.x, warps_of_ring = run.warps / run.num_rings, place = warp / run.num_rings;
-    const RingView &ring = static_cast<const RingView *>(run.rings)[warp % run.num_rings];
+    const RingView ring = static_cast<const RingView *>(run.rings)[warp % run.num_rings];
     for (uint64_t ticket = uint64_t{place} * 32 + device::lane(); ticket < commands_per_ring;
          ticket += uint64_t{warps_of_ring} * 32) {
         const PackedCommand packed = pack(command_of(warp, ticket + 1), phase_of_ticket(ticket, ring.capacity));
@@ -65,17 +65,34 @@ __global__ void raw_kernel(PushRun run, uint64_t commands_per_ring) {
     }
 }
 
+// Sees the CPU's answer. The clock only now and then: looking at it in every turn would be part of what is measured.
+template <bool acquire>
+UCCL_EP_DEVICE bool wait_for(const uint64_t *word, uint64_t value, uint64_t deadline) {
+    for (uint32_t looks = 1; (acquire ? device::load_acquire_system(word) : device::load_relaxed_system(word)) < value;
+         ++looks) {
+        if (looks % 1024 == 0 && device::now_ns() > deadline) return false;
+    }
+    return true;
+}
+
+template <Ping kind>
 __global__ void ping_kernel(PushRun run, uint64_t *signal, uint64_t rounds, uint64_t *nanoseconds) {
-    const RingView &ring = *static_cast<const RingView *>(run.rings);
+    const RingView ring = *static_cast<const RingView *>(run.rings);
     const uint64_t start = device::now_ns();
-    for (uint64_t i = 1; i <= rounds; ++i) {
-        device::fence_system();
-        const uint64_t ticket = ring_reserve<Atomics>(ring, 1, [] { return false; });
-        if (ticket == kNoTicket) return;
-        ring_publish<Atomics>(ring, ticket, command_of(0, ticket + 1));
-        while (device::load_acquire_system(signal) < i) {
-            if (device::now_ns() - start > kLimitNs) return;
+    const uint64_t deadline = start + kLimitNs;
+    for (uint64_t i = 0; i < rounds; ++i) {
+        const Command command = command_of(0, i + 1);
+        if (kind == Ping::kWord) {
+            device::store_relaxed_system(ring.slots[0].word, i + 1);
+        } else if (kind == Ping::kCommand) {
+            ring_fill<Atomics>(ring, i, command);
+        } else if (kind == Ping::kFence) {
+            device::fence_system();
+            ring_fill<Atomics>(ring, i, command);
+        } else if (ring_push<Atomics>(ring, command, [] { return false; }) == kNoTicket) {
+            return;
         }
+        if (!wait_for<kind != Ping::kWord>(signal, i + 1, deadline)) return;
     }
     *nanoseconds = device::now_ns() - start;
 }
@@ -88,6 +105,11 @@ void launch_push(const PushRun &run, void *stream) {
 void launch_raw(const PushRun &run, uint64_t commands_per_ring, void *stream) {
     raw_kernel<<<run.warps, 32, 0, static_cast<cudaStream_t>(stream)>>>(run, commands_per_ring);
 }
-void launch_ping(const PushRun &run, uint64_t *signal, uint64_t rounds, uint64_t *nanoseconds, void *stream) {
-    ping_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(run, signal, rounds, nanoseconds);
+void launch_ping(Ping kind, const PushRun &run, uint64_t *signal, uint64_t rounds, uint64_t *nanoseconds,
+                 void *stream) {
+    auto *kernel = kind == Ping::kWord      ? ping_kernel<Ping::kWord>
+                   : kind == Ping::kCommand ? ping_kernel<Ping::kCommand>
+                   : kind == Ping::kFence   ? ping_kernel<Ping::kFence>
+                                            : ping_kernel<Ping::kChannel>;
+    kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(run, signal, rounds, nanoseconds);
 }

@@ -15,5 +15,12 @@ struct PushRun {
 void launch_push(const PushRun &run, void *stream);
 // The same bytes to the same places with plain stores: no ticket, no fence, no look at the consumer.
 void launch_raw(const PushRun &run, uint64_t commands_per_ring, void *stream);
-// One thread pushes a command and waits for the CPU to raise `*signal` to its number, `rounds` times.
-void launch_ping(const PushRun &run, uint64_t *signal, uint64_t rounds, uint64_t *nanoseconds, void *stream);
+// What goes there and back, each with one step more, so that the cost of each step shows.
+enum class Ping {
+    kWord,     // one relaxed 64-bit store: the ceiling
+    kCommand,  // the 32 bytes of a command, without ticket and fence
+    kFence,    // the same behind a fence: the release of staged bytes
+    kChannel,  // the whole push: ticket, look at the progress, fence, command
+};
+// One thread sends and waits for the CPU to raise `*signal` to the number of the round, `rounds` times.
+void launch_ping(Ping kind, const PushRun &run, uint64_t *signal, uint64_t rounds, uint64_t *nanoseconds, void *stream);

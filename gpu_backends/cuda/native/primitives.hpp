@@ -138,6 +138,11 @@ UCCL_EP_DEVICE uint64_t fetch_add_device(uint64_t *address, uint64_t value) {
     asm volatile("atom.add.acq_rel.gpu.u64 %0, [%1], %2;" : "=l"(before) : "l"(address), "l"(value) : "memory");
     return before;
 }
+UCCL_EP_DEVICE uint64_t fetch_add_relaxed_device(uint64_t *address, uint64_t value) {
+    uint64_t before;
+    asm volatile("atom.add.relaxed.gpu.u64 %0, [%1], %2;" : "=l"(before) : "l"(address), "l"(value) : "memory");
+    return before;
+}
 UCCL_EP_DEVICE void add_device(int32_t *address, int32_t value) {
     asm volatile("red.add.relaxed.gpu.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }

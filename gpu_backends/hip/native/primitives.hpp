@@ -157,6 +157,9 @@ UCCL_EP_DEVICE void store_release_device(uint64_t *address, uint64_t value) {
 UCCL_EP_DEVICE uint64_t fetch_add_device(uint64_t *address, uint64_t value) {
     return __hip_atomic_fetch_add(address, value, __ATOMIC_ACQ_REL, __HIP_MEMORY_SCOPE_AGENT);
 }
+UCCL_EP_DEVICE uint64_t fetch_add_relaxed_device(uint64_t *address, uint64_t value) {
+    return __hip_atomic_fetch_add(address, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
 UCCL_EP_DEVICE void add_device(int32_t *address, int32_t value) {
     __hip_atomic_fetch_add(address, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }

@@ -132,6 +132,9 @@ inline void store_release_device(uint64_t *address, uint64_t value) { store_rele
 inline uint64_t fetch_add_device(uint64_t *address, uint64_t value) {
     return std::atomic_ref<uint64_t>(*address).fetch_add(value, std::memory_order_acq_rel);
 }
+inline uint64_t fetch_add_relaxed_device(uint64_t *address, uint64_t value) {
+    return std::atomic_ref<uint64_t>(*address).fetch_add(value, std::memory_order_relaxed);
+}
 inline void add_device(int32_t *address, int32_t value) {
     std::atomic_ref<int32_t>(*address).fetch_add(value, std::memory_order_relaxed);
 }

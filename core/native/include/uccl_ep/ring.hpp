@@ -3,19 +3,22 @@
 //
 // `Atomics` says how a word is loaded and stored. It provides (all static):
 //   fetch_add_device(word, n)       relaxed read-modify-write among producers, device scope
-//   load_acquire_device(word)       among producers
+//   load_relaxed_device(word)       among producers
 //   store_release_device(word, v)   among producers
 //   load_acquire_system(word)       across the CPU and the device
 //   store_release_system(word, v)
 //   load_relaxed_system(word)
 //   acquire_fence_system()          turns the relaxed loads before it into acquires
 //   release_fence_system()          turns the relaxed stores behind it into releases
+//   fence_system()                  both
 //   store_slot(slot, packed)        four relaxed system-scope stores, in any order
 // `Ring` has the members of RingView (command.hpp).
 //
 // Rules, each with a mutant in core/verification that shows what its absence breaks:
 //   - every word of a command carries the phase; a slot is valid when all four match;
-//   - what a producer wrote before a push is visible to the consumer: release fence, then the words;
+//   - what a producer wrote before a push is visible to the consumer: release fence, then the words. The
+//     one fence of a push stands between taking the ticket and looking at the progress: it acquires the
+//     progress too, and the machine carries out fence, ticket and look together rather than one by one;
 //   - the consumer never reads the producers' head;
 //   - a slot is refilled only after the consumer's progress, read with acquire, has passed it. The
 //     producers' shared copy of that progress is itself released and acquired, since the producer
@@ -34,15 +37,18 @@ UCCL_EP_DEVICE uint64_t phase_of_ticket(uint64_t ticket, uint64_t capacity) {
     return (ticket & capacity) != 0 ? 0 : uint64_t{1} << kPhaseBit;
 }
 
-// Take `count` tickets in a row (1 <= count <= capacity) and wait until their slots are free.
+// Take `count` tickets in a row (1 <= count <= capacity) and wait until their slots are free; everything
+// this thread did before is visible to whoever pops a command that it fills in with ring_fill.
 // Returns the first ticket. `keep_waiting()` is called between looks: it may yield, and returns false
 // to stop (time-out or abort). After kNoTicket the ring has a hole and must not be used again: the
 // group is then closed.
 template <class Atomics, class Ring, class KeepWaiting>
 UCCL_EP_DEVICE uint64_t ring_reserve(const Ring &ring, uint64_t count, KeepWaiting &&keep_waiting) {
     const uint64_t first = Atomics::fetch_add_device(ring.head, count);
+    const uint64_t cached = Atomics::load_relaxed_device(ring.cached_consumed);
+    Atomics::fence_system();
     const uint64_t end = first + count;
-    if (end - Atomics::load_acquire_device(ring.cached_consumed) <= ring.capacity) {
+    if (end - cached <= ring.capacity) {
         return first;
     }
     for (;;) {
@@ -58,22 +64,29 @@ UCCL_EP_DEVICE uint64_t ring_reserve(const Ring &ring, uint64_t count, KeepWaiti
     }
 }
 
-// Fill the slot of a reserved ticket. Everything this thread did before (the payload it staged) is
-// visible to whoever pops the command.
+// Fill the slot of a ticket that this thread reserved.
+template <class Atomics, class Ring>
+UCCL_EP_DEVICE void ring_fill(const Ring &ring, uint64_t ticket, const Command &command) {
+    Atomics::store_slot(&ring.slots[ticket & (ring.capacity - 1)],
+                        pack(command, phase_of_ticket(ticket, ring.capacity)));
+}
+
+// Fill the slot of a ticket that another thread may have reserved, or before more was staged. Everything
+// this thread did before (the payload it staged) is visible to whoever pops the command.
 template <class Atomics, class Ring>
 UCCL_EP_DEVICE void ring_publish(const Ring &ring, uint64_t ticket, const Command &command) {
-    const PackedCommand packed = pack(command, phase_of_ticket(ticket, ring.capacity));
     Atomics::release_fence_system();
-    Atomics::store_slot(&ring.slots[ticket & (ring.capacity - 1)], packed);
+    ring_fill<Atomics>(ring, ticket, command);
 }
 
 // Push one command; returns its ticket or kNoTicket. The command's local bytes may be reused when
 // *completed > ticket.
 template <class Atomics, class Ring, class KeepWaiting>
 UCCL_EP_DEVICE uint64_t ring_push(const Ring &ring, const Command &command, KeepWaiting &&keep_waiting) {
-    const uint64_t ticket = ring_reserve<Atomics>(ring, 1, keep_waiting);
+    const Ring view = ring;  // read before the fence, which on a GPU empties the cache that it lies in
+    const uint64_t ticket = ring_reserve<Atomics>(view, 1, keep_waiting);
     if (ticket != kNoTicket) {
-        ring_publish<Atomics>(ring, ticket, command);
+        ring_fill<Atomics>(view, ticket, command);
     }
     return ticket;
 }

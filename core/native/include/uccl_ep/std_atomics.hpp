@@ -18,6 +18,7 @@ struct StdAtomics {
     static uint64_t fetch_add_device(uint64_t *word, uint64_t n) {
         return std::atomic_ref<uint64_t>(*word).fetch_add(n, std::memory_order_relaxed);
     }
+    static uint64_t load_relaxed_device(const uint64_t *word) { return load_relaxed_system(word); }
     static uint64_t load_acquire_device(const uint64_t *word) { return load(word, std::memory_order_acquire); }
     static void store_release_device(uint64_t *word, uint64_t value) { store(word, value, std::memory_order_release); }
     static uint64_t load_acquire_system(const uint64_t *word) { return load(word, std::memory_order_acquire); }
@@ -36,6 +37,11 @@ struct StdAtomics {
     static void release_fence_system() {
 #if !UCCL_EP_ORDER_IN_WORDS
         std::atomic_thread_fence(std::memory_order_release);
+#endif
+    }
+    static void fence_system() {
+#if !UCCL_EP_ORDER_IN_WORDS
+        std::atomic_thread_fence(std::memory_order_acq_rel);
 #endif
     }
     static void store_slot(PackedCommand *slot, const PackedCommand &packed) {
