@@ -5,8 +5,8 @@
 
 `megatron`: a MoELayer of 256 experts with hidden size 7168 over 4096 tokens a rank, with the flex dispatcher and its
 deepep backend, against the alltoall dispatcher of the same layer. `transformers`: a Qwen3-MoE of 8 layers whose experts
-are divided among the ranks, against the whole model on one GPU. ``--small`` makes both fit a CPU, where allgather is the
-reference, since Megatron's alltoall needs a GPU.
+are divided among the ranks, against the whole model on one GPU. ``--small`` makes both fit a CPU, where allgather is
+the reference, since Megatron's alltoall needs a GPU.
 
 Times are medians over iterations of the slowest rank, the ways in alternation, CUDA events around the whole.
 """
