@@ -299,9 +299,10 @@ class ElasticBuffer:
             cumulative_local_expert_recv_stats += handle.num_unaligned_recv_tokens_per_expert
         out_x, out_scales, weights = received.x, received.scales, received.topk_weights
         if do_expand and routes.expansion is not None:
-            out_x = expanded.expand(out_x, routes.expansion, do_zero_padding)
+            rows = routes.expansion.source_rows
+            out_x = expanded.gather(self._communicator, out_x, rows, do_zero_padding)
             if out_scales is not None:
-                out_scales = expanded.expand(out_scales, routes.expansion, do_zero_padding)
+                out_scales = expanded.gather(self._communicator, out_scales, rows, do_zero_padding)
             weights = None if weights is None else expanded.expand_weights(weights, routes.expansion)
         if out_scales is not None and use_tma_aligned_col_major_sf:
             out_scales = _column_major(out_scales)
@@ -362,11 +363,10 @@ class ElasticBuffer:
         aligned = [round_up(rows, alignment) for rows in received.expert_rows or []]
         expansion = None
         if do_expand and do_cpu_sync:
-            most_picks = int((local_idx >= 0).sum(1).amax()) if local_idx.numel() else 0
-            expansion = expanded.expansion(local_idx, counts, alignment, sum(aligned), most_picks)
+            expansion = expanded.expansion(local_idx, counts, alignment, sum(aligned))
         elif do_expand:
             num_rows = expanded.most_rows(local_idx.shape[0], num_topk, local_experts, alignment)
-            expansion = expanded.expansion(local_idx, counts, alignment, num_rows, min(num_topk, local_experts))
+            expansion = expanded.expansion(local_idx, counts, alignment, num_rows)
         kept_idx = topk_idx.clone() if do_handle_copy else topk_idx
         own_idx = kept_idx if do_handle_copy else topk_idx.clone()  # routes are a snapshot in any case
         domains_first = self.allow_multiple_reduction and self.num_scaleout_ranks > 1
@@ -411,7 +411,7 @@ class ElasticBuffer:
         ranks = torch.arange(communicator.num_ranks, device=rank_of_pick.device)
         in_rank = rank_of_pick.reshape(-1, 1) == ranks
         nothing = torch.zeros(num_experts, dtype=torch.int32, device=rank_of_pick.device)
-        worst = 0 if do_cpu_sync else expansion.slots.shape[0] * expansion.most_picks
+        worst = 0 if do_cpu_sync else expansion.slots.numel()
         shape = DispatchShape(0, 0, rank_of_pick.shape[1], num_experts, 0, max_tokens)
         return high_throughput.announce(communicator, shape, in_rank, nothing, worst, wait=do_cpu_sync)[0]
 
@@ -503,7 +503,7 @@ class ElasticBuffer:
         if routes.picks is None:
             if weights is not None:
                 weights = expanded.fold_weights(weights, routes.expansion.slots)
-            folded = expanded.fold(x, routes.expansion)
+            folded = expanded.fold(self._communicator, x, routes.expansion.slots)
             out, weights = high_throughput.combine(self._communicator, routes.rows, folded, weights, biases)
         else:
             if weights is not None:
@@ -523,9 +523,12 @@ class ElasticBuffer:
     ) -> torch.Tensor:
         num_tokens, num_topk = routes.ranks.shape
         checked = high_throughput.check_biases(self._communicator, biases, x, num_tokens)
-        rows = expanded.take_rows(x, expanded.picks_in_order(expansion, picks.num_rows))
+        order = expanded.picks_in_order(expansion, picks.num_rows)
+        rows = expanded.gather(self._communicator, x, order, zero_padding=False)
         home, _ = high_throughput.combine(self._communicator, picks, rows)
-        return expanded.sum_picks(home.view(num_tokens, num_topk, x.shape[1]), routes.ranks >= 0, checked)
+        places = torch.arange(num_tokens * num_topk, dtype=torch.int32, device=x.device).view(num_tokens, num_topk)
+        terms = torch.where(routes.ranks >= 0, places, -1).to(torch.int32)
+        return expanded.fold(self._communicator, home, terms, checked)
 
     @staticmethod
     def _wait(event: AnyEvent | None) -> None:

@@ -155,6 +155,32 @@ struct CombineParameters {
     float *out_topk_weights;     // [num_tokens, num_topk], or null
 };
 
+// out[i] = x[source_rows[i]], or zeros where that is -1 and they are asked for.
+struct GatherParameters {
+    const uint8_t *x;
+    uint8_t *out;                // [num_rows, row_bytes]
+    const int32_t *source_rows;  // [num_rows]
+    uint32_t num_rows;
+    uint32_t row_bytes;
+    uint32_t zero_padding;       // 1: fill; 0: leave what is there
+    uint32_t reserved;
+};
+
+// out[i] = bias0[i] + bias1[i] + sum over k of x[slots[i, k]], k increasing, -1 for no term; accumulated in float32
+// (float64 for float64) and rounded once.
+struct FoldParameters {
+    const uint8_t *x;
+    uint8_t *out;            // [num_rows, hidden]
+    const int32_t *slots;    // [num_rows, num_terms]
+    const uint8_t *bias[2];  // [num_rows, hidden], or null
+    uint32_t num_rows;
+    uint32_t num_terms;
+    uint32_t payload_type;   // PayloadType
+    uint32_t hidden;         // elements
+    uint32_t row_bytes;
+    uint32_t reserved;
+};
+
 enum class Quantization : uint32_t {
     kNone = 0,
     kFloat8 = 1,              // e4m3, a float32 scale for each 128 elements: amax / 448

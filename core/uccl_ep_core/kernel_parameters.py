@@ -181,6 +181,33 @@ class CombineParameters(ctypes.Structure):
     ]
 
 
+class GatherParameters(ctypes.Structure):
+    _fields_ = [
+        ("x", c_void_p),
+        ("out", c_void_p),
+        ("source_rows", c_void_p),
+        ("num_rows", c_uint32),
+        ("row_bytes", c_uint32),
+        ("zero_padding", c_uint32),
+        ("reserved", c_uint32),
+    ]
+
+
+class FoldParameters(ctypes.Structure):
+    _fields_ = [
+        ("x", c_void_p),
+        ("out", c_void_p),
+        ("slots", c_void_p),
+        ("bias", c_void_p * 2),
+        ("num_rows", c_uint32),
+        ("num_terms", c_uint32),
+        ("payload_type", c_uint32),
+        ("hidden", c_uint32),
+        ("row_bytes", c_uint32),
+        ("reserved", c_uint32),
+    ]
+
+
 class LowLatencyShape(ctypes.Structure):
     _fields_ = [
         ("max_tokens", c_uint32),
