@@ -39,6 +39,7 @@ from .low_latency_capacity import LowLatencyCapacity
 logger = logging.getLogger("uccl_ep")
 
 RINGS_PER_PROXY = 4
+LOCAL_WARPS = 8  # of a block, where warps do not wait for each other
 MOST_CHANNELS = 48  # chosen automatically; more bring no bandwidth, and each has its own slots
 END_CALLS_S = 10.0  # kernels look at the abort word every few microseconds
 DEFAULT_LIMIT_S = 300.0  # as plugins.toml has it
@@ -440,6 +441,12 @@ class Communicator:
             self.verdicts.report(self.rank, INTERRUPTED, 0)
         with suppress(EPError):
             self.check()
+
+    def local_grid(self) -> dict[str, int]:
+        """The grid of a kernel whose warps do not wait for each other: all that run at once."""
+        limits = self.backend.limits
+        warps = 1 if limits.warp_size == 1 else min(LOCAL_WARPS, limits.max_warps_per_block)
+        return {"num_blocks": limits.max_blocks, "warps": warps}
 
     def ensure_open(self) -> None:
         """Raise when the buffer was destroyed. One that a failure closed still tells about itself."""

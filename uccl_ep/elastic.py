@@ -367,16 +367,14 @@ class ElasticBuffer:
         elif do_expand:
             num_rows = expanded.most_rows(local_idx.shape[0], num_topk, local_experts, alignment)
             expansion = expanded.expansion(local_idx, counts, alignment, num_rows)
-        kept_idx = topk_idx.clone() if do_handle_copy else topk_idx
-        own_idx = kept_idx if do_handle_copy else topk_idx.clone()  # routes are a snapshot in any case
+        own_idx = topk_idx.clone(memory_format=torch.contiguous_format)  # routes are a snapshot in any case
         domains_first = self.allow_multiple_reduction and self.num_scaleout_ranks > 1
-        tree = rounding.v2(own_idx, num_experts, ranks, communicator.ranks_per_domain, domains_first=domains_first)
+        tree = rounding.v2(communicator, own_idx, num_experts, domains_first=domains_first)
         rows = dataclasses.replace(received.handle, rounding=tree)
-        rank_of_pick = rounding.ranks_of(own_idx, num_experts, ranks)
         picks = None
         if expansion is not None and not self.allow_multiple_reduction:
+            rank_of_pick = rounding.ranks_of(own_idx, num_experts, ranks)
             picks = self._announce_picks(rank_of_pick, num_experts, max_tokens, expansion, do_cpu_sync)
-        metadata = source_metadata(rows, local_idx, expansion, ranks, max_tokens)
         from_rank = rows.receive_rows.view(self.num_scaleout_ranks, self.num_scaleup_ranks, -1).sum((0, 2))
         ends = expanded.block_ends(counts, alignment)
         handle = EPHandle(
@@ -385,17 +383,19 @@ class ElasticBuffer:
             expert_alignment=alignment,
             num_max_tokens_per_rank=max_tokens,
             num_sms=num_sms,
-            topk_idx=kept_idx,
+            topk_idx=own_idx if do_handle_copy else topk_idx,
             num_recv_tokens=rows.num_rows,
             num_expanded_tokens=0 if expansion is None else expansion.num_rows,
             num_recv_tokens_per_expert_list=aligned,
             psum_num_recv_tokens_per_scaleup_rank=from_rank.cumsum(0).to(torch.int32),
             psum_num_recv_tokens_per_expert=ends if expansion is None else expansion.starts + counts,
             num_unaligned_recv_tokens_per_expert=counts,
-            recv_src_metadata=metadata,
-            routes=Routes(rows, picks, local_idx, expansion, own_idx, rank_of_pick),
-            cached_recv_src_metadata_before_sort=metadata.clone() if self.deterministic else None,
+            routes=Routes(rows, picks, local_idx, expansion, own_idx, ranks),
         )
+        if not do_cpu_sync:  # in a graph, every replay must make it anew
+            handle.recv_src_metadata = source_metadata(handle.routes, max_tokens)
+        if self.deterministic:
+            handle.cached_recv_src_metadata_before_sort = handle.recv_src_metadata.clone()
         return handle, received
 
     def _announce_picks(
@@ -521,7 +521,7 @@ class ElasticBuffer:
         expansion: expanded.Expansion,
         biases: tuple[torch.Tensor | None, torch.Tensor | None],
     ) -> torch.Tensor:
-        num_tokens, num_topk = routes.ranks.shape
+        num_tokens, num_topk = routes.topk_idx.shape
         checked = high_throughput.check_biases(self._communicator, biases, x, num_tokens)
         order = expanded.picks_in_order(expansion, picks.num_rows)
         rows = expanded.gather(self._communicator, x, order, zero_padding=False)

@@ -21,7 +21,7 @@ class Routes:
         local_idx: [received rows, topk] local expert ids, -1 elsewhere.
         expansion: the expanded layout; None where the dispatch was not expanded.
         topk_idx: as given to dispatch.
-        ranks: int64 [num_tokens, topk], the rank of each pick, -1 for none.
+        num_ranks: of the group.
     """
 
     rows: DispatchHandle
@@ -29,7 +29,12 @@ class Routes:
     local_idx: torch.Tensor
     expansion: Expansion | None
     topk_idx: torch.Tensor
-    ranks: torch.Tensor
+    num_ranks: int
+
+    @property
+    def ranks(self) -> torch.Tensor:
+        """int64 [num_tokens, topk]: the rank of each pick, -1 for none."""
+        return rounding.ranks_of(self.topk_idx, self.rows.num_experts, self.num_ranks)
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,32 +77,42 @@ class EPHandle:
     psum_num_recv_tokens_per_scaleup_rank: torch.Tensor
     psum_num_recv_tokens_per_expert: torch.Tensor
     num_unaligned_recv_tokens_per_expert: torch.Tensor
-    recv_src_metadata: torch.Tensor
     routes: Routes = dataclasses.field(repr=False)
     token_metadata_at_forward: torch.Tensor | None = None
     channel_linked_list: torch.Tensor | None = None
     cached_recv_src_metadata_before_sort: torch.Tensor | None = None
+    _recv_src_metadata: torch.Tensor | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def recv_src_metadata(self) -> torch.Tensor:
+        if self._recv_src_metadata is None:  # few callers look: made when it is first asked for
+            self._recv_src_metadata = source_metadata(self.routes, self.num_max_tokens_per_rank)
+        return self._recv_src_metadata
+
+    @recv_src_metadata.setter
+    def recv_src_metadata(self, metadata: torch.Tensor) -> None:
+        self._recv_src_metadata = metadata
 
     @property
     def dst_buffer_slot_idx(self) -> torch.Tensor:
         """int32 [num_tokens, K]: the ordinal of the token's row among those this rank sends to the rank of each
         pick; -1 where there is no pick, or where that rank holds a later pick of the token too."""
         routes = self.routes
+        ranks = routes.ranks
+        if ranks.numel() == 0:
+            return torch.empty(ranks.shape, dtype=torch.int32, device=ranks.device)
         order = routes.rows.is_token_in_rank.long().cumsum(0) - 1
-        if routes.ranks.numel() == 0:
-            return torch.empty(routes.ranks.shape, dtype=torch.int32, device=routes.ranks.device)
-        places = torch.arange(routes.ranks.shape[1], device=routes.ranks.device)
-        stands = (routes.ranks >= 0) & (rounding.last_places(routes.ranks) == places)
-        return torch.where(stands, order.gather(1, routes.ranks.clamp(min=0)), -1).to(torch.int32)
+        places = torch.arange(ranks.shape[1], device=ranks.device)
+        stands = (ranks >= 0) & (rounding.last_places(ranks) == places)
+        return torch.where(stands, order.gather(1, ranks.clamp(min=0)), -1).to(torch.int32)
 
     def deterministic_sort(self) -> None:
         """Rows lie in the order (source rank, index there) already: there is nothing to move."""
 
 
-def source_metadata(
-    rows: DispatchHandle, local_idx: torch.Tensor, expansion: Expansion | None, num_ranks: int, max_tokens: int
-) -> torch.Tensor:
+def source_metadata(routes: Routes, max_tokens: int) -> torch.Tensor:
     """`EPHandle.recv_src_metadata`, without a host wait."""
+    rows, local_idx, expansion, num_ranks = routes.rows, routes.local_idx, routes.expansion, routes.num_ranks
     device, num_rows = local_idx.device, local_idx.shape[0]
     ends = rows.receive_rows.view(num_ranks, -1).sum(1).cumsum(0)
     numbers = torch.arange(num_rows, device=device)

@@ -16,7 +16,6 @@ from .tensors import check_reducible, pointer, round_up
 
 Biases = tuple[torch.Tensor | None, torch.Tensor | None]
 TERM_BYTES = 8  # an address in uccl_ep_fold of core/kernels/expand.hpp
-WARPS_PER_BLOCK = 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,7 +104,7 @@ def gather(
             row_bytes=tensor.shape[1] * tensor.element_size(),
             zero_padding=int(zero_padding),
         )
-        communicator.launch("uccl_ep_gather", parameters, **_grid(communicator))
+        communicator.launch("uccl_ep_gather", parameters, **communicator.local_grid())
     return out
 
 
@@ -136,7 +135,7 @@ def fold(
     """
     out = communicator.backend.empty((slots.shape[0], x.shape[1]), x.dtype)
     if out.numel():
-        grid = _grid(communicator)
+        grid = communicator.local_grid()
         parameters = FoldParameters(
             x=pointer(x),
             out=pointer(out),
@@ -151,12 +150,6 @@ def fold(
         shared_bytes = grid["warps"] * (slots.shape[1] + 2) * TERM_BYTES
         communicator.launch("uccl_ep_fold", parameters, shared_bytes=shared_bytes, **grid)
     return out
-
-
-def _grid(communicator: Communicator) -> dict[str, int]:
-    limits = communicator.backend.limits
-    warps = 1 if limits.warp_size == 1 else min(WARPS_PER_BLOCK, limits.max_warps_per_block)
-    return {"num_blocks": limits.max_blocks, "warps": warps}
 
 
 def picks_in_order(layout: Expansion, num_rows: int) -> torch.Tensor:

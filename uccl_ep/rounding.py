@@ -8,8 +8,16 @@ domain are summed on their own before, in that order, and rounded; the sum stand
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import torch
+
+from uccl_ep_core.kernel_parameters import TermOrderParameters
+
+from .tensors import pointer
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,19 +58,20 @@ def ranks_of(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> torch.
     return torch.where(picked, picks // (num_experts // num_ranks), -1)
 
 
-def v2(
-    topk_idx: torch.Tensor, num_experts: int, num_ranks: int, ranks_per_domain: int, *, domains_first: bool
-) -> Rounding:
-    """The tree of v2 for a dispatch of ``topk_idx`` [T, K]."""
-    ranks = ranks_of(topk_idx, num_experts, num_ranks)
-    num_topk = ranks.shape[1]
-    last = last_places(ranks)
-    places = torch.arange(num_topk, device=ranks.device)
-    kept = (ranks >= 0) & (last == places)
-    order = places.expand_as(ranks)
-    if domains_first:
-        domains = torch.where(ranks >= 0, ranks // ranks_per_domain, -1)
-        order = last_places(domains) * num_topk + order
-    order = torch.where(kept, order, num_topk * num_topk).argsort(dim=1, stable=True)
-    terms = torch.where(kept, ranks, -1).gather(1, order)
-    return Rounding("v2", terms.to(torch.int32).contiguous(), domains_first)
+def v2(communicator: Communicator, topk_idx: torch.Tensor, num_experts: int, *, domains_first: bool) -> Rounding:
+    """The tree of v2 for a dispatch of ``topk_idx`` [T, K], int32 or int64, contiguous."""
+    terms = communicator.backend.empty(topk_idx.shape, torch.int32)
+    if terms.numel():
+        parameters = TermOrderParameters(
+            topk_idx=pointer(topk_idx),
+            term_ranks=pointer(terms),
+            index_bytes=topk_idx.element_size(),
+            num_tokens=topk_idx.shape[0],
+            num_topk=topk_idx.shape[1],
+            num_experts=num_experts,
+            num_ranks=communicator.num_ranks,
+            ranks_per_domain=communicator.ranks_per_domain,
+            domains_first=int(domains_first),
+        )
+        communicator.launch("uccl_ep_term_order", parameters, **communicator.local_grid())
+    return Rounding("v2", terms, domains_first)

@@ -10,3 +10,4 @@
 #include "ll_dispatch.hpp"
 #include "notify.hpp"
 #include "routing.hpp"
+#include "term_order.hpp"

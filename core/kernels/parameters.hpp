@@ -155,6 +155,20 @@ struct CombineParameters {
     float *out_topk_weights;     // [num_tokens, num_topk], or null
 };
 
+// CombineParameters::term_ranks for the picks of a dispatch.
+struct TermOrderParameters {
+    const void *topk_idx;  // [num_tokens, num_topk] int32 or int64, -1: no expert
+    int32_t *term_ranks;   // out, likewise
+    uint32_t index_bytes;  // 4 or 8
+    uint32_t num_tokens;
+    uint32_t num_topk;
+    uint32_t num_experts;
+    uint32_t num_ranks;
+    uint32_t ranks_per_domain;
+    uint32_t domains_first;
+    uint32_t reserved;
+};
+
 // out[i] = x[source_rows[i]], or zeros where that is -1 and they are asked for.
 struct GatherParameters {
     const uint8_t *x;

@@ -181,6 +181,21 @@ class CombineParameters(ctypes.Structure):
     ]
 
 
+class TermOrderParameters(ctypes.Structure):
+    _fields_ = [
+        ("topk_idx", c_void_p),
+        ("term_ranks", c_void_p),
+        ("index_bytes", c_uint32),
+        ("num_tokens", c_uint32),
+        ("num_topk", c_uint32),
+        ("num_experts", c_uint32),
+        ("num_ranks", c_uint32),
+        ("ranks_per_domain", c_uint32),
+        ("domains_first", c_uint32),
+        ("reserved", c_uint32),
+    ]
+
+
 class GatherParameters(ctypes.Structure):
     _fields_ = [
         ("x", c_void_p),

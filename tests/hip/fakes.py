@@ -24,6 +24,7 @@ KERNELS = {
     "uccl_ep_notify": kernel_parameters.NotifyParameters,
     "uccl_ep_dispatch": kernel_parameters.DispatchParameters,
     "uccl_ep_combine": kernel_parameters.CombineParameters,
+    "uccl_ep_term_order": kernel_parameters.TermOrderParameters,
     "uccl_ep_gather": kernel_parameters.GatherParameters,
     "uccl_ep_fold": kernel_parameters.FoldParameters,
     "uccl_ep_ll_dispatch_send": kernel_parameters.LowLatencyDispatchParameters,

@@ -19,6 +19,7 @@ constexpr Kernel kKernels[] = {
     entry<NotifyParameters, uccl_ep_notify>("uccl_ep_notify"),
     entry<DispatchParameters, uccl_ep_dispatch>("uccl_ep_dispatch"),
     entry<CombineParameters, uccl_ep_combine>("uccl_ep_combine"),
+    entry<TermOrderParameters, uccl_ep_term_order>("uccl_ep_term_order"),
     entry<GatherParameters, uccl_ep_gather>("uccl_ep_gather"),
     entry<FoldParameters, uccl_ep_fold>("uccl_ep_fold"),
     entry<LowLatencyDispatchParameters, uccl_ep_ll_dispatch_send>("uccl_ep_ll_dispatch_send"),
