@@ -140,7 +140,7 @@ def elastic(
         check_equal("recv_topk_idx", recv_idx[:rows], want.topk_idx)
         assert bool((recv_idx[rows:] == -1).all())
     check_equal("statistics", stats, torch.tensor(want.counts, dtype=torch.int32) + 7)
-    _check_handle(handle, want, ids, cpu_sync, expand, alignment, copy, deterministic)
+    _check_handle(handle, want, ids, n, cpu_sync, expand, alignment, copy, deterministic)
 
     if cached:
         again, idx, none, same, event = buffer.dispatch(x, handle=handle, do_expand=expand, do_zero_padding=padding
@@ -191,25 +191,37 @@ def elastic(
         check_equal("combined_topk_weights", combined_weights, w)
 
 
-def _check_handle(handle: Any, want: Any, ids: Tensor, cpu_sync: bool, expand: bool, alignment: int, copy: bool,
-                  deterministic: bool) -> None:  # fmt: skip
+def sent_ordinals(ids: Tensor, experts_per_rank: int, num_ranks: int) -> Tensor:
+    """`EPHandle.dst_buffer_slot_idx`, token by token."""
+    sent = [0] * num_ranks
+    ordinals = torch.full(ids.shape, -1, dtype=torch.int32)
+    for token, picks in enumerate(ids.tolist()):
+        last = {expert // experts_per_rank: k for k, expert in enumerate(picks) if expert >= 0}
+        for rank, k in last.items():
+            ordinals[token, k] = sent[rank]
+            sent[rank] += 1
+    return ordinals
+
+
+def _check_handle(handle: Any, want: Any, ids: Tensor, num_ranks: int, cpu_sync: bool, expand: bool, alignment: int,
+                  copy: bool, deterministic: bool) -> None:  # fmt: skip
+    def check(name: str, wanted: Tensor, rows: int | None = None) -> None:
+        check_equal(name, getattr(handle, name)[:rows].cpu(), wanted)
+
     rows = want.metadata.shape[0]
-    check_equal("recv_src_metadata", handle.recv_src_metadata[:rows], want.metadata)
+    check("recv_src_metadata", want.metadata, rows)
     assert bool((handle.recv_src_metadata[rows:] == -1).all())
-    check_equal("psum_num_recv_tokens_per_expert", handle.psum_num_recv_tokens_per_expert, want.psum_experts)
-    check_equal(
-        "psum_num_recv_tokens_per_scaleup_rank", handle.psum_num_recv_tokens_per_scaleup_rank, want.psum_scaleup_ranks
-    )
-    counts = torch.tensor(want.counts, dtype=torch.int32)
-    check_equal("num_unaligned_recv_tokens_per_expert", handle.num_unaligned_recv_tokens_per_expert, counts)
+    check("psum_num_recv_tokens_per_expert", want.psum_experts)
+    check("psum_num_recv_tokens_per_scaleup_rank", want.psum_scaleup_ranks)
+    check("num_unaligned_recv_tokens_per_expert", torch.tensor(want.counts, dtype=torch.int32))
     aligned = [reference_v2.align(count, alignment) for count in want.counts]
     check_equal("num_recv_tokens_per_expert_list", handle.num_recv_tokens_per_expert_list, aligned if cpu_sync else [])
     check_equal("do_expand", handle.do_expand, expand)
-    assert (handle.topk_idx.data_ptr() != ids.data_ptr() or ids.numel() == 0) == (copy or ids.numel() == 0)
-    check_equal("topk_idx", handle.topk_idx, ids)
-    slots = handle.dst_buffer_slot_idx
-    check_equal("shape of dst_buffer_slot_idx", slots.shape, ids.shape)
+    check("topk_idx", ids)
+    if ids.numel() and handle.topk_idx.device.type == "cpu":
+        check_equal("whether topk_idx was copied", handle.topk_idx.data_ptr() != ids.data_ptr(), copy)
+    check("dst_buffer_slot_idx", sent_ordinals(ids, handle.num_experts // num_ranks, num_ranks))
     if deterministic:
-        check_equal("metadata before sort", handle.cached_recv_src_metadata_before_sort[:rows], want.metadata)
+        check("cached_recv_src_metadata_before_sort", want.metadata, rows)
     handle.deterministic_sort()
-    check_equal("recv_src_metadata after sort", handle.recv_src_metadata[:rows], want.metadata)
+    check("recv_src_metadata", want.metadata, rows)

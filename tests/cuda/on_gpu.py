@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import cases
+import elastic_cases
 from ranks import Context
 
 
@@ -78,6 +79,15 @@ def low_latency(ctx: Context, *, hidden: int, most: int, experts: int, **argumen
     """Without a hook: with one, outputs would be brought back before the receive half has filled them."""
     buffer = _buffer(ctx, num_rdma_bytes=1 << 30)
     cases.low_latency(ctx, buffer=buffer, hidden=hidden, most=most, experts=experts, hook=False, **arguments)
+    return torch.cuda.get_device_name()
+
+
+def elastic(ctx: Context, *, hybrid: bool = True, multiple: bool = True, **arguments: Any) -> str:
+    ordinal = ctx.rank % torch.cuda.device_count()
+    torch.cuda.set_device(ordinal)
+    buffer = elastic_cases.elastic_buffer(ctx, allow_hybrid_mode=hybrid, allow_multiple_reduction=multiple)
+    on_gpu = OnGpu(buffer, ordinal)
+    elastic_cases.elastic(ctx, buffer=on_gpu, hybrid=hybrid, multiple=multiple, **arguments)
     return torch.cuda.get_device_name()
 
 

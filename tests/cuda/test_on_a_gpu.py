@@ -55,6 +55,17 @@ def test_high_throughput_of_real_shape(gpu_pool: RankPool) -> None:
     run(gpu_pool, on_gpu.high_throughput, tokens=[4096] * RANKS, hidden=7168, experts=256, topk=8)
 
 
+@pytest.mark.parametrize("multiple", [True, False])
+@pytest.mark.parametrize(("expand", "cpu_sync"), [(False, True), (False, False), (True, True), (True, False)])
+@pytest.mark.parametrize(("ranks", "domain"), [(RANKS, 0), (4, 2)])
+def test_elastic(gpu_pool: RankPool, ranks: int, domain: int, expand: bool, cpu_sync: bool, multiple: bool) -> None:
+    run(
+        gpu_pool, on_gpu.elastic, ranks=ranks, domain=domain, tokens=[97, 0, 256, 31][:ranks], hidden=1024, experts=16,
+        topk=4, bias=2, alignment=128, padding=True, dtype="fp8" if cpu_sync else "bf16", routing="holes",
+        expand=expand, cpu_sync=cpu_sync, multiple=multiple, stream="full",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("cast", ["none", "fp8", "round", "ue8m0"])
 @pytest.mark.parametrize(("ranks", "domain"), [(RANKS, 0), (2, 1), (4, 2)])
 def test_low_latency(gpu_pool: RankPool, ranks: int, domain: int, cast: str) -> None:
