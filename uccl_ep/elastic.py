@@ -9,20 +9,26 @@ from typing import Any
 import torch
 
 from uccl_ep_core.errors import ArgumentError, HandleError
-from uccl_ep_core.kernel_parameters import DispatchShape
 
-from . import expanded, high_throughput, rounding
+from . import expanded, high_throughput, rounding, single_picks
 from .bootstrap import make_bootstrap
 from .communicator import Communicator
 from .ep_handle import EPHandle, Routes, source_metadata
 from .events import EventHandle, EventOverlap, communication_stream
-from .tensors import check_matrix, check_rows, check_topk_weights, check_vector, round_up
+from .tensors import (
+    check_distinct,
+    check_matrix,
+    check_rows,
+    check_topk_weights,
+    check_vector,
+    column_major,
+    round_up,
+)
 
 Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 AnyEvent = EventHandle | EventOverlap
 
 SIZE_ALIGNMENT = 2 << 20  # bytes; DeepEP's sizes are multiples of it
-COLUMN_ALIGNMENT = 16  # bytes between columns of scale factors that bulk copies can read
 CPU_TIMEOUT_S, GPU_TIMEOUT_S = 300, 100  # the interface's defaults
 
 
@@ -305,7 +311,7 @@ class ElasticBuffer:
                 out_scales = expanded.gather(self._communicator, out_scales, rows, do_zero_padding)
             weights = None if weights is None else expanded.expand_weights(weights, routes.expansion)
         if out_scales is not None and use_tma_aligned_col_major_sf:
-            out_scales = _column_major(out_scales)
+            out_scales = column_major(out_scales)
         event = EventOverlap(EventHandle() if async_with_compute_stream else None)
         recv_idx = None if do_expand else routes.local_idx.clone()
         return out_x if out_scales is None else (out_x, out_scales), recv_idx, weights, handle, event
@@ -343,7 +349,7 @@ class ElasticBuffer:
             )
         self._check_statistics(statistics, num_experts)
         if do_expand and not do_cpu_sync:
-            _require_distinct(check_matrix("topk_idx", topk_idx, device), num_experts // ranks)
+            check_distinct(check_matrix("topk_idx", topk_idx, device), num_experts // ranks)
         layout = high_throughput.get_layout(communicator, topk_idx, num_experts)
         received = high_throughput.dispatch(
             communicator,
@@ -374,7 +380,7 @@ class ElasticBuffer:
         picks = None
         if expansion is not None and not self.allow_multiple_reduction:
             rank_of_pick = rounding.ranks_of(own_idx, num_experts, ranks)
-            picks = self._announce_picks(rank_of_pick, num_experts, max_tokens, expansion, do_cpu_sync)
+            picks = single_picks.announce(communicator, rank_of_pick, num_experts, max_tokens, expansion, do_cpu_sync)
         from_rank = rows.receive_rows.view(self.num_scaleout_ranks, self.num_scaleup_ranks, -1).sum((0, 2))
         ends = expanded.block_ends(counts, alignment)
         handle = EPHandle(
@@ -397,23 +403,6 @@ class ElasticBuffer:
         if self.deterministic:
             handle.cached_recv_src_metadata_before_sort = handle.recv_src_metadata.clone()
         return handle, received
-
-    def _announce_picks(
-        self,
-        rank_of_pick: torch.Tensor,
-        num_experts: int,
-        max_tokens: int,
-        expansion: expanded.Expansion,
-        do_cpu_sync: bool,
-    ) -> high_throughput.DispatchHandle:
-        """The route on which every pick comes home by itself: each is a token of its own, for one rank."""
-        communicator = self._communicator
-        ranks = torch.arange(communicator.num_ranks, device=rank_of_pick.device)
-        in_rank = rank_of_pick.reshape(-1, 1) == ranks
-        nothing = torch.zeros(num_experts, dtype=torch.int32, device=rank_of_pick.device)
-        worst = 0 if do_cpu_sync else expansion.slots.numel()
-        shape = DispatchShape(0, 0, rank_of_pick.shape[1], num_experts, 0, max_tokens)
-        return high_throughput.announce(communicator, shape, in_rank, nothing, worst, wait=do_cpu_sync)[0]
 
     def _check_cached(
         self,
@@ -510,25 +499,8 @@ class ElasticBuffer:
                 raise ArgumentError(
                     "topk_weights of an expanded combine need allow_multiple_reduction=True: leave them out"
                 )
-            out = self._combine_picks(x, routes, routes.picks, routes.expansion, biases)
+            out = single_picks.combine(self._communicator, x, routes, routes.picks, routes.expansion, biases)
         return out, weights, EventOverlap(EventHandle() if async_with_compute_stream else None)
-
-    def _combine_picks(
-        self,
-        x: torch.Tensor,
-        routes: Routes,
-        picks: high_throughput.DispatchHandle,
-        expansion: expanded.Expansion,
-        biases: tuple[torch.Tensor | None, torch.Tensor | None],
-    ) -> torch.Tensor:
-        num_tokens, num_topk = routes.topk_idx.shape
-        checked = high_throughput.check_biases(self._communicator, biases, x, num_tokens)
-        order = expanded.picks_in_order(expansion, picks.num_rows)
-        rows = expanded.gather(self._communicator, x, order, zero_padding=False)
-        home, _ = high_throughput.combine(self._communicator, picks, rows)
-        places = torch.arange(num_tokens * num_topk, dtype=torch.int32, device=x.device).view(num_tokens, num_topk)
-        terms = torch.where(routes.ranks >= 0, places, -1).to(torch.int32)
-        return expanded.fold(self._communicator, home, terms, checked)
 
     @staticmethod
     def _wait(event: AnyEvent | None) -> None:
@@ -536,32 +508,6 @@ class ElasticBuffer:
             event.current_stream_wait()
 
 
-def _require_distinct(topk_idx: torch.Tensor, num_local_experts: int) -> None:
-    """Without counts, a token has room for each expert of a rank once. Only looked at on the CPU: it costs a host wait.
-
-    A top-k of no more than the experts of a rank has room for any picks.
-    """
-    if topk_idx.device.type != "cpu" or topk_idx.numel() == 0 or topk_idx.shape[1] <= num_local_experts:
-        return
-    ordered = topk_idx.sort(dim=1).values
-    twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).nonzero()
-    if len(twice):
-        token, k = (int(value) for value in twice[0])
-        raise ArgumentError(
-            f"topk_idx names expert {int(ordered[token, k])} more than once for token {token}: without do_cpu_sync an "
-            f"expanded dispatch of top-k {topk_idx.shape[1]} to {num_local_experts} experts a rank takes each once; "
-            "put -1 in place of the others, or pass do_cpu_sync=True"
-        )
-
-
 def _size_hint(num_ranks: int, max_tokens: int, hidden: int, num_topk: int, use_fp8: bool) -> int:
     row = hidden + 4 * -(-hidden // 128) if use_fp8 else 2 * hidden
     return round_up(max(1, num_ranks * max_tokens * (max(row, 2 * hidden) + 12 * num_topk + 8)), SIZE_ALIGNMENT)
-
-
-def _column_major(scales: torch.Tensor) -> torch.Tensor:
-    """The same values with stride 1 along rows; a column takes a multiple of 16 bytes."""
-    rows, columns = scales.shape
-    pitch = round_up(rows, max(1, COLUMN_ALIGNMENT // scales.element_size()))
-    out = scales.new_empty((columns, pitch)).t()[:rows]
-    return out.copy_(scales)

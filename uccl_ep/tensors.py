@@ -30,6 +30,7 @@ NUMBERED = {
     torch.int64: PayloadType.INT64,
 }
 """Types whose difference between ranks is noticed; others (as scales) are told apart by their size alone."""
+COLUMN_ALIGNMENT = 16  # bytes between columns of scale factors that bulk copies can read
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -144,3 +145,29 @@ def pointer(tensor: torch.Tensor | None) -> int:
 
 def round_up(count: int, alignment: int) -> int:
     return (count + alignment - 1) // alignment * alignment
+
+
+def check_distinct(topk_idx: torch.Tensor, num_local_experts: int) -> None:
+    """Without counts, a token has room for each expert of a rank once. Only looked at on the CPU: it costs a host wait.
+
+    A top-k of no more than the experts of a rank has room for any picks.
+    """
+    if topk_idx.device.type != "cpu" or topk_idx.numel() == 0 or topk_idx.shape[1] <= num_local_experts:
+        return
+    ordered = topk_idx.sort(dim=1).values
+    twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).nonzero()
+    if len(twice):
+        token, k = (int(value) for value in twice[0])
+        raise ArgumentError(
+            f"topk_idx names expert {int(ordered[token, k])} more than once for token {token}: without do_cpu_sync an "
+            f"expanded dispatch of top-k {topk_idx.shape[1]} to {num_local_experts} experts a rank takes each once; "
+            "put -1 in place of the others, or pass do_cpu_sync=True"
+        )
+
+
+def column_major(scales: torch.Tensor) -> torch.Tensor:
+    """The same values with stride 1 along rows; a column takes a multiple of 16 bytes, as bulk copies read it."""
+    rows, columns = scales.shape
+    pitch = round_up(rows, max(1, COLUMN_ALIGNMENT // scales.element_size()))
+    out = scales.new_empty((columns, pitch)).t()[:rows]
+    return out.copy_(scales)
