@@ -40,7 +40,7 @@ class ElasticBuffer:
     and not here: those names do not exist, so callers that probe for them find out.
 
     Args:
-        group: a torch.distributed process group (gloo and NCCL both work); None: ``comm``.
+        group: a torch.distributed process group (gloo and NCCL both work); None: ``comm``, else the world.
         num_bytes: recorded as `num_bytes`; None: what `get_buffer_size_hint` says. Tokens stream through bounded
             slots, so any size works.
         num_cpu_bytes: of Engram storage; refused unless 0.
