@@ -44,7 +44,9 @@ class Buffer:
         num_qps_per_rank: a hint, without effect on results.
         allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric, is_intranode: hints; domains are found by trying.
         explicitly_destroy: `destroy` is the caller's duty (it may be called in any case).
-        enable_shrink: let `low_latency_update_mask_buffer` leave ranks out.
+        enable_shrink: low-latency operations go on without a rank that is gone, that is later than ``timeout_s``,
+            or that `low_latency_update_mask_buffer` names: its tokens do not arrive, and its experts add nothing.
+            High-throughput operations need every rank, and raise `PeerFailure` when one is gone.
         comm: an mpi4py communicator, used where ``group`` is None.
         future_arguments: arguments that only other versions of the interface have: left aside where they ask for
             nothing (False, 0, None), refused where they ask for something.
@@ -99,7 +101,12 @@ class Buffer:
         self.rank = bootstrap.rank
         self.group_size = bootstrap.num_ranks
         self._communicator = Communicator(
-            bootstrap, torch.device(device), num_rdma_bytes if low_latency_mode else 0, options
+            bootstrap,
+            torch.device(device),
+            num_rdma_bytes if low_latency_mode else 0,
+            options,
+            {"enable_shrink": bool(enable_shrink)},
+            bool(enable_shrink),
         )
         self._low_latency = LowLatency(self._communicator)
         if enable_shrink:
@@ -471,14 +478,18 @@ class Buffer:
         return self._low_latency.combine_buffer(handle)
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Leave a rank out of low-latency operations (or take it in again); needs ``enable_shrink``."""
+        """Leave a rank out of low-latency operations (or take it in again); needs ``enable_shrink``.
+
+        Not collective, but all ranks that go on should say the same. A rank that is taken in again must have made as
+        many low-latency calls as the others meanwhile, with them left out; else the next one raises `PeerFailure`.
+        """
         table = self._mask()
         if not 0 <= rank_to_mask < self.group_size or rank_to_mask == self.rank:
             raise ArgumentError(f"rank {rank_to_mask} cannot be masked: use another rank of 0 to {self.group_size - 1}")
         table[rank_to_mask] = int(mask)
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Write 1 for each masked rank, else 0, into int32 [num_ranks]."""
+        """Write 1 for each rank that is left out, else 0, into int32 [num_ranks]; also those that kernels left out."""
         mask_status.copy_(self._mask())
 
     def low_latency_clean_mask_buffer(self) -> None:

@@ -44,7 +44,7 @@ MOST_CHANNELS = 48  # chosen automatically; more bring no bandwidth, and each ha
 END_CALLS_S = 10.0  # kernels look at the abort word every few microseconds
 DEFAULT_LIMIT_S = 300.0  # as plugins.toml has it
 CLOSED, INTERRUPTED = 7, 8  # Reason::kClosed and kInterrupted of layout.hpp
-COUNTER_KINDS = 11  # Counter::kCount of core/kernels/counters.hpp
+COUNTER_KINDS = 15  # Counter::kCount of core/kernels/counters.hpp
 
 
 def _boot_identity() -> str:
@@ -142,6 +142,7 @@ class Communicator:
         low_latency_bytes: size of the low-latency part, as from `LowLatencyCapacity.hint`; 0: none.
         overrides: configuration given in the call (highest precedence).
         equal: further arguments that every rank must give alike, by name.
+        shrink: a rank that is gone ends only what waits for it, see `LowLatency.mask`.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class Communicator:
         low_latency_bytes: int = 0,
         overrides: Mapping[str, Any] | None = None,
         equal: Mapping[str, Any] | None = None,
+        shrink: bool = False,
     ) -> None:
         self.bootstrap = bootstrap
         self.rank = bootstrap.rank
@@ -159,6 +161,7 @@ class Communicator:
         self._closed = False
         self._operation = 0
         self._calls: dict[str, int] = {}
+        self._shrink = shrink
         resources = self._resources = _Resources()
         resources.rank = self.rank
         self._finalizer = weakref.finalize(self, resources.close)
@@ -240,6 +243,7 @@ class Communicator:
                 for rank, window in enumerate(self._peer_control)
                 if window is not None and rank != self.rank
             },
+            self._shrink,
         )
         if remote:
             addresses = bootstrap.all_gather(

@@ -101,6 +101,7 @@ class LowLatency:
         # Receive halves that were not run yet, in order: messages are taken in the order they were sent.
         self._pending: collections.deque[tuple[str, int, Callable[[], None]]] = collections.deque()
         self._sent = {"dispatch": 0, "combine": 0}
+        # int32 [num_ranks] on the device, 1: left out; kernels set it for a rank that is gone or late.
         self.mask: torch.Tensor | None = None
 
     # ---- receive halves ----

@@ -14,8 +14,9 @@ enum class Counter : uint32_t {
     kForwardSent = 4,     // [source domain * ranks_per_domain + receiver's place][channel]
     kForwardReceived = 5, // [source rank][channel]
     kLowLatencyTicket = 6,  // [operation][parity][peer]: 1 + ticket of the last command that reads that outbox
-    kSingles = 10,          // the single counters below
-    kCount = 11,
+    kLowLatencyDecision = 10,  // [half of an operation][peer]: 2 * message + whether it came, see wait_or_leave_out
+    kSingles = 14,          // the single counters below
+    kCount = 15,
 };
 
 enum class SingleCounter : uint32_t {
@@ -29,6 +30,8 @@ enum class SingleCounter : uint32_t {
     kBlocksDone = 7,   // blocks of the launch at hand that have done their part
     kAborted = 8,  // not a count: non-zero once a kernel of this rank has seen that somebody failed
 };
+
+enum class LowLatencyHalf : uint32_t { kDispatchSend = 0, kDispatchReceive = 1, kCombineSend = 2, kCombineReceive = 3 };
 
 struct Counters {
     UCCL_EP_DEVICE static uint64_t stride(const Layout &layout) {
@@ -53,6 +56,12 @@ struct Counters {
     }
     UCCL_EP_DEVICE static uint64_t *combine_ticket(const Group &group, uint32_t parity, uint32_t peer) {
         return ticket(group, 2 + parity, peer);
+    }
+    UCCL_EP_DEVICE static uint64_t *decision(const Group &group, LowLatencyHalf half, uint32_t peer) {
+        return group.counters +
+               (static_cast<uint64_t>(Counter::kLowLatencyDecision) + static_cast<uint64_t>(half)) *
+                   stride(group.layout) +
+               peer;
     }
 };
 

@@ -17,7 +17,8 @@ UCCL_EP_KERNEL(uccl_ep_ll_combine_send, LowLatencyCombineParameters) {
     const uint32_t parity = static_cast<uint32_t>(number & 1);
     const auto masked = [&](uint32_t rank) { return p.masked != nullptr && p.masked[rank] != 0; };
     const bool ok = ll_wait_room(group, SignalKind::kLowLatencyCombineCredit, SignalKind::kLowLatencyCombine, number,
-                                 Counters::combine_ticket(group, parity, 0), Phase::kLowLatencyCombineSend, masked);
+                                 Counters::combine_ticket(group, parity, 0), Phase::kLowLatencyCombineSend, p.masked,
+                                 LowLatencyHalf::kCombineSend);
     const uint64_t rows_per_expert = uint64_t{ranks} * shape.max_tokens;
     // Offset, in the outbox, of the rows for a destination that a transport reaches.
     const auto outbox_of = [&](uint32_t destination) {
@@ -38,7 +39,7 @@ UCCL_EP_KERNEL(uccl_ep_ll_combine_send, LowLatencyCombineParameters) {
         const uint32_t pair = item / sharers, share = item % sharers;
         const uint32_t destination = pair % ranks;
         const uint32_t rows = static_cast<uint32_t>(p.count[pair]);
-        if (rows == 0 || (destination == group.rank && p.own_in_place != 0)) continue;
+        if (rows == 0 || masked(destination) || (destination == group.rank && p.own_in_place != 0)) continue;
         const uint64_t first = pair / ranks * rows_per_expert + static_cast<uint32_t>(p.begin[pair]);
         uint8_t *to = group.is_local(destination)
                           ? group.peer_data[destination] + layout.ll_combine_inbox(parity) +
@@ -91,7 +92,12 @@ UCCL_EP_DEVICE void ll_sum_token(const LowLatencyCombineParameters &p, const uin
     for (uint32_t base = 0; base < shape.num_topk; base += device::kWarpSize) {
         const uint32_t k = base + device::lane();
         const bool inside = k < shape.num_topk;
-        const int32_t row = inside ? p.combine_row[first + k] : -1, own = inside ? p.own_row[first + k] : -1;
+        int32_t row = inside ? p.combine_row[first + k] : -1;
+        if (row >= 0 && p.masked != nullptr) {  // a rank that was left out since the dispatch has sent nothing
+            const auto expert = static_cast<uint32_t>(load_index(p.topk_idx, p.index_bytes, first + k));
+            if (p.masked[expert / (shape.num_experts / p.group.num_ranks())] != 0) row = -1;
+        }
+        const int32_t own = inside ? p.own_row[first + k] : -1;
         const float weight = inside ? p.topk_weights[first + k] : 0.0f;
         const device::LaneMask taken = device::ballot(row >= 0);
         if (row >= 0) {
@@ -128,7 +134,8 @@ UCCL_EP_KERNEL(uccl_ep_ll_combine_receive, LowLatencyCombineParameters) {
         const bool timed = p.wait_cost != nullptr && device::block_index() == 0;
         const uint64_t start = timed ? device::now_ns() : 0;
         const uint32_t signal = layout.signal_index(SignalKind::kLowLatencyCombine, source, 0);
-        ok = ok && wait_signal(group, {Phase::kLowLatencyCombineReceive, source, signal, number});
+        ok = ok && wait_or_leave_out(group, {Phase::kLowLatencyCombineReceive, source, signal, number}, p.masked,
+                                     LowLatencyHalf::kCombineReceive, number);
         if (timed) p.wait_cost[source] += static_cast<int64_t>(device::now_ns() - start);
     }
     if (device::sync_block_all(ok)) {
@@ -149,7 +156,7 @@ UCCL_EP_KERNEL(uccl_ep_ll_combine_receive, LowLatencyCombineParameters) {
     if (!last_block(group) || aborted(group)) return;
     const uint32_t thread = device::warp_in_block() * device::kWarpSize + device::lane();
     for (uint32_t source = thread; source < ranks; source += device::warps_per_block() * device::kWarpSize) {
-        if (source == group.rank || masked(source)) continue;
+        if (source == group.rank) continue;  // as in dispatch, also one that is left out
         raise_signal(group, source, layout.signal_index(SignalKind::kLowLatencyCombineCredit, group.rank, 0), number,
                      Phase::kLowLatencyCombineReceive);
     }

@@ -319,15 +319,15 @@ UCCL_EP_DEVICE bool ll_send(const Group &group, uint32_t peer, SignalKind kind, 
 
 // Wait until the messages of two operations ago have been read, so that their places can be filled again: inboxes by
 // the credits of the peers, outboxes by the completions of the transport. The whole block; false on failure.
-template <class Masked>
 UCCL_EP_DEVICE bool ll_wait_room(const Group &group, SignalKind credit, SignalKind data, uint64_t number,
-                                 const uint64_t *tickets, Phase phase, Masked masked) {
+                                 const uint64_t *tickets, Phase phase, int32_t *masked, LowLatencyHalf half) {
     const Layout &layout = group.layout;
     bool ok = true;
     for (uint32_t peer = device::warp_in_block(); peer < group.num_ranks(); peer += device::warps_per_block()) {
-        if (peer == group.rank || masked(peer) || device::lane() != 0) continue;
+        if (peer == group.rank || (masked != nullptr && masked[peer] != 0) || device::lane() != 0) continue;
         if (number > 2) {
-            ok = ok && wait_signal(group, {phase, peer, layout.signal_index(credit, peer, 0), number - 2});
+            ok = ok && wait_or_leave_out(group, {phase, peer, layout.signal_index(credit, peer, 0), number - 2}, masked,
+                                         half, number);
         }
         // Completions lie in host memory: one block asks, the others wait for it below.
         if (!group.is_local(peer) && device::block_index() == 0 && ok && tickets[peer] != 0) {
@@ -350,9 +350,17 @@ UCCL_EP_KERNEL(uccl_ep_ll_dispatch_send, LowLatencyDispatchParameters) {
     const LowLatencyPlacing placing =
         LowLatencyPlacing::in(device::shared_memory(), p.shape.num_experts, ranks, p.num_chunks,
                               (p.num_tokens + blocks - 1) / blocks * p.shape.num_topk);
+    const auto wait_room = [&] {
+        return ll_wait_room(group, SignalKind::kLowLatencyDispatchCredit, SignalKind::kLowLatencyDispatch, number,
+                            Counters::ticket(group, parity, 0), Phase::kLowLatencyDispatchSend, p.masked,
+                            LowLatencyHalf::kDispatchSend);
+    };
+    // A rank that the wait leaves out must be known before rows are placed; without a mask, placing costs no time while
+    // credits are on their way.
+    bool ok = p.masked == nullptr || wait_room();
     ll_place_rows(p, placing);
-    if (ll_wait_room(group, SignalKind::kLowLatencyDispatchCredit, SignalKind::kLowLatencyDispatch, number,
-                     Counters::ticket(group, parity, 0), Phase::kLowLatencyDispatchSend, masked)) {
+    if (p.masked == nullptr) ok = wait_room();
+    if (ok) {
         for (uint32_t token = block; token < p.num_tokens; token += blocks) {
             ll_write_token(p, placing, token / blocks * p.shape.num_topk, token, parity);
         }
@@ -588,8 +596,10 @@ UCCL_EP_KERNEL(uccl_ep_ll_dispatch_receive, LowLatencyDispatchParameters) {
             const bool timed = p.wait_cost != nullptr && device::block_index() == 0;
             const uint64_t start = timed ? device::now_ns() : 0;
             const uint32_t signal = layout.signal_index(SignalKind::kLowLatencyDispatch, source, 0);
-            ok = ok && wait_signal(group, {Phase::kLowLatencyDispatchReceive, source, signal, number}) &&
-                 ll_check(p, *header, source, number);
+            ok = ok &&
+                 wait_or_leave_out(group, {Phase::kLowLatencyDispatchReceive, source, signal, number}, p.masked,
+                                   LowLatencyHalf::kDispatchReceive, number) &&
+                 (masked(source) || ll_check(p, *header, source, number));
             if (timed) p.wait_cost[source] += static_cast<int64_t>(device::now_ns() - start);
         }
         arrivals.rows[source] = masked(source) ? 0 : header->rows;
@@ -633,7 +643,7 @@ UCCL_EP_KERNEL(uccl_ep_ll_dispatch_receive, LowLatencyDispatchParameters) {
     if (!last_block(group) || aborted(group)) return;
     const uint32_t thread = warp * device::kWarpSize + device::lane();
     for (uint32_t source = thread; source < ranks; source += warps * device::kWarpSize) {
-        if (source == group.rank || masked(source)) continue;
+        if (source == group.rank) continue;  // one that is left out may be taken in again, and needs its credits then
         raise_signal(group, source, layout.signal_index(SignalKind::kLowLatencyDispatchCredit, group.rank, 0), number,
                      Phase::kLowLatencyDispatchReceive);
     }

@@ -225,7 +225,7 @@ struct LowLatencyDispatchParameters {
     uint32_t index_bytes;
     int32_t *combine_row;     // out [num_tokens, num_topk] row of the combine inbox where it comes home, -1
     int32_t *own_row;         // out [num_tokens, num_topk] its row of receive_x where that is on this rank, -1
-    const int32_t *masked;    // [num_ranks] 1: leave this rank out, or null
+    int32_t *masked;          // in/out [num_ranks] 1: leave this rank out; set for one that is gone or late; or null
     uint32_t own_in_place;    // 1: x stays as it is until the receive half, which takes my own rows from it
     uint32_t num_chunks;      // runs of tokens that the warps of a block place; at most its warps
     // receive half; L = num_experts / num_ranks, M = max_tokens
@@ -255,7 +255,7 @@ struct LowLatencyCombineParameters {
     const int32_t *combine_row, *own_row;  // of the dispatch
     uint32_t num_tokens;
     uint32_t index_bytes;
-    const int32_t *masked;
+    int32_t *masked;             // as in dispatch
     uint32_t own_in_place;       // 1: x stays as it is until the receive half, which sums my own rows from it
     uint32_t reserved;
     uint8_t *out;                // [num_tokens, hidden]

@@ -12,6 +12,7 @@ struct Awaited {
     uint32_t peer;
     uint32_t signal;
     uint64_t expected;
+    bool can_leave_out = false;  // the operation goes on without a peer that is gone or late
 };
 
 UCCL_EP_DEVICE ControlHeader *control_header(const Group &group) {
@@ -50,6 +51,13 @@ UCCL_EP_DEVICE bool aborted_by_others(const Group &group) {
     return true;
 }
 
+// Whether a rank was found gone where the group goes on without such (enable_shrink).
+UCCL_EP_DEVICE bool is_gone(const Group &group, uint32_t peer) {
+    if (device::load_relaxed_system(&control_header(group)->gone) == 0) return false;
+    const auto *notice = reinterpret_cast<const PeerNotice *>(group.control + group.layout.notice_offset(peer));
+    return device::load_relaxed_system(&notice->gone) != 0;
+}
+
 // The limit of one wait; used by one thread.
 class WaitLimit {
   public:
@@ -73,8 +81,9 @@ class WaitLimit {
                  elapsed);
             return false;
         }
-        if (elapsed > group_.timeout_ns) {
-            fail(group_, Reason::kTimeout, awaited_, seen, elapsed);
+        const bool gone = is_gone(group_, awaited_.peer);
+        if (gone || elapsed > group_.timeout_ns) {
+            if (!awaited_.can_leave_out) fail(group_, gone ? Reason::kDead : Reason::kTimeout, awaited_, seen, elapsed);
             return false;
         }
         if (!announced_ && elapsed > 1000000) {  // 1 ms: worth telling whoever waits for this rank
@@ -121,7 +130,33 @@ UCCL_EP_DEVICE bool wait_signal(const Group &group, const Awaited &awaited) {
     return wait_at_least(group, awaited, [address] { return device::load_acquire_system(address); });
 }
 
-// The same, called by a whole warp: every lane gets the answer, and sees what the signal promised.
+// The same where `masked` is given, the table of ranks that are left out: a peer that is gone or late is put into it,
+// and true returned. All blocks of a launch take a message or leave it out alike: the first one decides, in a word
+// that belongs to this half of the operation and this peer. One thread.
+UCCL_EP_DEVICE bool wait_or_leave_out(const Group &group, Awaited awaited, int32_t *masked, LowLatencyHalf half,
+                                      uint64_t number) {
+    if (masked == nullptr) return wait_signal(group, awaited);
+    awaited.can_leave_out = true;
+    uint64_t *decision = Counters::decision(group, half, awaited.peer);
+    for (;;) {
+        const bool came = wait_signal(group, awaited);
+        if (!came && aborted(group)) return false;
+        bool taken = came;
+        for (;;) {
+            const uint64_t seen = device::load_acquire_device(decision);
+            if (seen / 2 == number) {
+                taken = seen % 2 != 0;
+                break;
+            }
+            if (device::compare_exchange_system(decision, seen, number * 2 + (came ? 1 : 0))) break;
+        }
+        if (!taken) masked[awaited.peer] = 1;
+        if (!taken || came) return true;
+        // Another block has seen the message: so will this one.
+    }
+}
+
+// wait_signal, called by a whole warp: every lane gets the answer, and sees what the signal promised.
 UCCL_EP_DEVICE bool wait_signal_warp(const Group &group, const Awaited &awaited) {
     uint32_t ok = 1;
     if (device::lane() == 0) ok = wait_signal(group, awaited);

@@ -154,16 +154,21 @@ void bind_engine(py::module_ &module) {
 
     py::class_<Verdicts, std::shared_ptr<Verdicts>>(module, "Verdicts")
         .def(py::init([](uint32_t rank, const Layout &layout, uint64_t control_pointer,
-                         const std::map<uint32_t, uint64_t> &peer_controls) {
+                         const std::map<uint32_t, uint64_t> &peer_controls, bool shrink) {
                  std::vector<uint64_t> pointers(layout.num_ranks, 0);
                  for (const auto &[peer, pointer] : peer_controls) {
                      pointers.at(peer) = pointer;
                  }
-                 return std::make_shared<Verdicts>(rank, layout, control_pointer, std::move(pointers));
+                 auto verdicts = std::make_shared<Verdicts>(rank, layout, control_pointer, std::move(pointers));
+                 if (shrink) {
+                     verdicts->go_on_without_the_dead();
+                 }
+                 return verdicts;
              }),
              py::arg("rank"), py::arg("layout"), py::arg("control_pointer"),
-             py::arg("peer_controls") = std::map<uint32_t, uint64_t>{},
-             "peer_controls: rank -> address of its control window in this process, for ranks of the domain.")
+             py::arg("peer_controls") = std::map<uint32_t, uint64_t>{}, py::arg("shrink") = false,
+             "peer_controls: rank -> address of its control window in this process, for ranks of the domain. "
+             "shrink: go on without ranks that are gone.")
         .def(
             "report",
             [](Verdicts &verdicts, uint32_t culprit, uint32_t reason, uint32_t phase, uint64_t signal,

@@ -71,7 +71,7 @@ void Notices::forward_verdicts() {
 void Notices::died(uint32_t peer, uint64_t silent_ns) {
     given_up_[peer] = 1;
     if (!shared_.verdicts->peer_closed(peer)) {
-        shared_.verdicts->report(peer, Reason::kDead, 0, 0, 0, silent_ns);
+        shared_.verdicts->lost(peer, Reason::kDead, silent_ns);
     }
 }
 

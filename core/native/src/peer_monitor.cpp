@@ -142,7 +142,7 @@ void PeerMonitor::stop() {
 void PeerMonitor::died(uint32_t rank, uint64_t silent_ns) {
     const bool closing = StdAtomics::load_acquire_system(&verdicts_->header()->closed) != 0;
     if (!closing && !verdicts_->peer_closed(rank)) {
-        verdicts_->report(rank, Reason::kDead, 0, 0, 0, silent_ns);
+        verdicts_->lost(rank, Reason::kDead, silent_ns);
     }
 }
 
@@ -168,7 +168,7 @@ void PeerMonitor::tick(uint64_t now) {
         closed_wait_ = waiting_for;
         closed_ns_ = 0;
     } else if ((closed_ns_ += passed) > kClosedGraceNs) {
-        verdicts_->report(static_cast<uint32_t>(waiting_for - 1), Reason::kClosed, 0, 0, 0, closed_ns_);
+        verdicts_->lost(static_cast<uint32_t>(waiting_for - 1), Reason::kClosed, closed_ns_);
     }
 }
 

@@ -81,6 +81,11 @@ void Proxy::fail(const Fault &fault) {
 }
 
 void Proxy::lane_broke(int64_t error, uint32_t peer, const char *what) {
+    if (shared_->verdicts->shrinks() && shared_->ops->peer_state != nullptr && peer != shared_->rank &&
+        shared_->ops->peer_state(shared_->ops->context, peer) == UCCL_EP_PEER_DEAD) {
+        shared_->verdicts->lost(peer, Reason::kDead, 0);
+        return;
+    }
     broken_ = true;
     const char *words =
         shared_->ops->last_error != nullptr ? shared_->ops->last_error(shared_->ops->context, lane_) : nullptr;
@@ -237,7 +242,25 @@ inline bool Proxy::open(RingReader &ring, uint64_t piece, bool last) {
     return true;
 }
 
+// A command for a rank that is gone, where the group goes on without it: done, without a write.
+bool Proxy::dropped(RingReader &ring) {
+    if (!ring.begun) {
+        if (!ring.peek(&ring.current) || !shared_->verdicts->gone(ring.current.peer)) {
+            return false;
+        }
+        ring.begin();
+    } else if (!shared_->verdicts->gone(ring.current.peer)) {
+        return false;
+    }
+    ring.begun = false;
+    ring.pop();
+    return true;
+}
+
 bool Proxy::stage(RingReader &ring) {
+    if (some_gone_ && dropped(ring)) {
+        return true;
+    }
     if (!ring.begun && !begin(ring)) {
         return false;
     }
@@ -319,7 +342,8 @@ uint64_t Proxy::poll_completions() {
             charge(op->peer, op->bytes, false);
         }
         if (completion.status != 0) {
-            if (!shared_->verdicts->aborted() && !shared_->verdicts->peer_closed(op->peer)) {
+            if (!shared_->verdicts->aborted() && !shared_->verdicts->peer_closed(op->peer) &&
+                !shared_->verdicts->gone(op->peer)) {
                 lane_broke(completion.status, op->peer, "a write failed");
                 broken_ = false;  // other peers of the lane may still take verdicts
             }
@@ -346,6 +370,7 @@ bool Proxy::flush() {
 uint64_t Proxy::pass() {
     uint64_t done = broken_ ? 0 : poll_completions();
     const bool aborted = shared_->verdicts->aborted();
+    some_gone_ = shared_->verdicts->any_gone();
     if (!aborted && !broken_) {
         done += plan_->poll();
         if (!outbound_.staged()) {

@@ -32,6 +32,7 @@ class Proxy {
     uint64_t poll_completions();
     uint64_t drain(RingReader &ring);
     bool stage(RingReader &ring);  // one step of the ring's current command; false: not now
+    bool dropped(RingReader &ring);
     bool begin(RingReader &ring);
     bool open(RingReader &ring, uint64_t piece, bool last);
     bool check(const Command &command, uint32_t *key);
@@ -75,6 +76,7 @@ class Proxy {
     bool windowed_;
     bool follows_completions_;
     uint64_t last_tick_ns_ = 0;
+    bool some_gone_ = false;  // the group goes on without some rank: commands for it are dropped
     bool broken_ = false;     // the lane failed: the transport is not called on it any more
     bool drained_told_ = false;
     uint64_t aborted_at_ns_ = 0;

@@ -126,6 +126,27 @@ bool Verdicts::report(uint32_t culprit, Reason reason, uint64_t signal, uint64_t
     return report(verdict);
 }
 
+void Verdicts::lost(uint32_t rank, Reason reason, uint64_t silent_ns) {
+    if (!shrinks_) {
+        report(rank, reason, 0, 0, 0, silent_ns);
+        return;
+    }
+    auto *notice = reinterpret_cast<PeerNotice *>(control_ + layout_.notice_offset(rank));
+    const std::lock_guard lock(mutex_);
+    if (StdAtomics::load_acquire_system(&notice->gone) == 0) {
+        StdAtomics::store_release_system(&notice->gone, 1);
+        StdAtomics::store_release_system(&header()->gone, StdAtomics::load_acquire_system(&header()->gone) + 1);
+    }
+}
+
+bool Verdicts::gone(uint32_t rank) const {
+    if (!any_gone() || rank >= layout_.num_ranks) {
+        return false;
+    }
+    const auto *notice = reinterpret_cast<const PeerNotice *>(control_ + layout_.notice_offset(rank));
+    return StdAtomics::load_acquire_system(&notice->gone) != 0;
+}
+
 std::optional<Verdict> Verdicts::entry(uint32_t reporter) const {
     const Verdict *words = entry_in(control_, reporter);
     if (StdAtomics::load_acquire_system(&words->state) != kValid) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "uccl_ep/layout.hpp"
+#include "uccl_ep/std_atomics.hpp"
 
 namespace uccl_ep {
 
@@ -25,6 +26,16 @@ class Verdicts {
                 uint64_t elapsed_ns = 0);
 
     bool aborted() const;
+
+    // Go on without ranks that are gone, rather than end the group (enable_shrink). Set before any thread starts.
+    void go_on_without_the_dead() { shrinks_ = true; }
+    // A rank is gone, or closed while it is waited for: the verdict, or where the group goes on, the note that
+    // kernels and proxies look at.
+    void lost(uint32_t rank, Reason reason, uint64_t silent_ns);
+    bool shrinks() const { return shrinks_; }
+    // Whether the group goes on without any rank, and without this one; cheap.
+    bool any_gone() const { return StdAtomics::load_relaxed_system(&header()->gone) != 0; }
+    bool gone(uint32_t rank) const;
 
     // Take in entries that kernels or transports wrote: mark the group aborted here and pass them on to
     // the domain. Cheap; called about once a millisecond.
@@ -56,6 +67,7 @@ class Verdicts {
     std::vector<uint64_t> peer_controls_;
     std::mutex mutex_;  // scan() may be called by a proxy, the monitor and agree()
     std::condition_variable changed_;
+    bool shrinks_ = false;
     std::vector<uint8_t> looks_;  // per reporter: 0 nothing, 1 seen once, 2 taken in
 };
 

@@ -97,17 +97,19 @@ struct ControlHeader {
     uint64_t operation;  // sequence number of the operation the rank is in (diagnosis)
     uint64_t phase;      // Phase (diagnosis)
     uint64_t waiting_for;  // 1 + rank this rank waits for, 0 if none (diagnosis)
-    uint64_t reserved[2];
+    uint64_t gone;  // how many ranks this rank has found gone, where the group goes on without them (enable_shrink)
+    uint64_t reserved;
 };
 static_assert(sizeof(ControlHeader) == 64, "the header fills one cache line");
 
 // What a peer reached through a transport tells about itself; written by that peer, a word at a time,
-// into my entry for it. All words only grow.
+// into my entry for it, but for `gone`. All words only grow.
 inline constexpr uint32_t kMaxLanes = 16;  // lanes of one engine; one proxy drives each
 struct PeerNotice {
-    uint64_t heartbeat;            // a beat count; only where the transport cannot tell that a peer died
-    uint64_t closed;               // 1: the peer closed its buffer in order
-    uint64_t reserved[6];
+    uint64_t heartbeat;  // a beat count; only where the transport cannot tell that a peer died
+    uint64_t closed;  // 1: the peer closed its buffer in order
+    uint64_t gone;  // written by this rank: 1: the peer is gone, and the group goes on without it
+    uint64_t reserved[5];
     uint64_t consumed[kMaxLanes];  // per lane: immediates of mine that the peer has polled (arrival credit)
 };
 static_assert(sizeof(PeerNotice) == 192, "three cache lines");
@@ -117,12 +119,12 @@ struct Layout {
     uint32_t num_ranks;
     uint32_t ranks_per_domain;
     uint32_t num_channels;
-    uint32_t num_slots;            // per ring; at most kMaxSlots
-    uint64_t slot_bytes;           // a multiple of 64
-    uint64_t ll_dispatch_bytes;    // one peer's low-latency dispatch message, 0: no low-latency mode
-    uint64_t ll_combine_bytes;     // all low-latency combine rows that come home to a rank
-    uint64_t ll_outbox_bytes;      // all rows a rank sends home in one combine (0: no transport peers)
-    uint32_t has_remote;           // 1: some peer is reached through a transport, outboxes exist
+    uint32_t num_slots;  // per ring; at most kMaxSlots
+    uint64_t slot_bytes;  // a multiple of 64
+    uint64_t ll_dispatch_bytes;  // one peer's low-latency dispatch message, 0: no low-latency mode
+    uint64_t ll_combine_bytes;  // all low-latency combine rows that come home to a rank
+    uint64_t ll_outbox_bytes;  // all rows a rank sends home in one combine (0: no transport peers)
+    uint32_t has_remote;  // 1: some peer is reached through a transport, outboxes exist
     uint32_t reserved;
 
     UCCL_EP_DEVICE uint32_t num_domains() const { return num_ranks / ranks_per_domain; }
