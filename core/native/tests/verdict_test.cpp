@@ -271,4 +271,18 @@ TEST(waiting_for_a_rank_that_closed_ends) {
     CHECK(domain.ranks[0]->agree(0.01)->reason == static_cast<uint32_t>(Reason::kClosed));
 }
 
+TEST(a_group_that_shrinks_notes_a_death_and_goes_on) {
+    Domain domain(3);
+    for (const auto &verdicts : domain.ranks) {
+        verdicts->go_on_without_the_dead();
+    }
+    domain.ranks[0]->lost(2, Reason::kDead, 0);
+    domain.ranks[0]->lost(2, Reason::kDead, 0);  // counted once, whoever notices it again
+    CHECK(domain.ranks[0]->gone(2) && !domain.ranks[0]->gone(1) && !domain.ranks[1]->any_gone());
+    CHECK(domain.ranks[0]->header()->gone == 1);
+    CHECK(!domain.ranks[0]->aborted() && !domain.ranks[0]->agree(0.01));
+    CHECK(domain.ranks[1]->report(0, Reason::kMismatch));  // other faults end the group as ever
+    CHECK(domain.ranks[0]->aborted());
+}
+
 CHECK_MAIN()
