@@ -91,6 +91,9 @@ def refusals(ctx: Context, who: int) -> None:
             ("topk_idx= and num_experts=", {"num_experts": 4}),
             ("use at least 5", good | {"num_max_tokens_per_rank": 4}),
             ("most tokens of any rank", good | {"num_max_tokens_per_rank": None}),
+            ("32 bits, use up to 1073741823", good | {"num_max_tokens_per_rank": 1 << 30}),
+            ("must be divisible", good | {"num_experts": 5}),
+            ("indices are 0 to 1", good | {"num_experts": 2}),
             ("must be at least 1", good | {"expert_alignment": 0}),
             ("needs do_expand=True", good | {"do_zero_padding": True}),
             ("leave out topk_idx or handle", {"handle": handle, "topk_idx": ids}),
@@ -126,6 +129,33 @@ def test_refused_before_anybody_communicates(pool: RankPool) -> None:
     pool.run(refusals, ranks=2, arguments={"who": 1})
     with pytest.raises(ArgumentError, match="Engram"):
         ElasticBuffer(None, num_cpu_bytes=1 << 20)
+
+
+def snapshots(ctx: Context) -> None:
+    """Handles of several dispatches, used out of turn and more than once, after the caller's tensors have changed."""
+    buffer, n, hidden, experts = elastic_cases.elastic_buffer(ctx), ctx.num_ranks, 32, 2 * ctx.num_ranks
+    kept = []
+    for turn, expand in enumerate((False, True, False)):
+        g = torch.Generator().manual_seed(turn * n + ctx.rank)
+        ids = torch.rand(6 + turn, experts, generator=g).topk(3).indices
+        x = (torch.arange(len(ids) * hidden).view(-1, hidden) % 97).bfloat16() + turn
+        sums = torch.stack([(ids // 2 == rank).any(1) for rank in range(n)], 1).sum(1)
+        terms = torch.full((len(ids),), 3) if expand else sums
+        recv, _, _, handle, _ = buffer.dispatch(
+            x, ids, num_experts=experts, num_max_tokens_per_rank=8, do_expand=expand, do_zero_padding=expand
+        )
+        kept.append((recv, handle, x.clone(), terms))
+        ids.fill_(0)
+        x.zero_()
+    for recv, handle, x, terms in kept[::-1] + kept:
+        out, _, _ = buffer.combine(recv, handle)
+        check_equal("combined_x", out, (x.float() * terms[:, None]).bfloat16())
+        again = buffer.dispatch(x, handle=handle, do_expand=handle.do_expand)[0]
+        check_equal("rows of the same route", again, recv)
+
+
+def test_handles_are_snapshots(pool: RankPool) -> None:
+    pool.run(snapshots, ranks=4, domain=2)
 
 
 def differing(ctx: Context, where: str) -> None:

@@ -17,8 +17,10 @@ from .ep_handle import EPHandle, Routes, source_metadata
 from .events import EventHandle, EventOverlap, communication_stream
 from .tensors import (
     check_distinct,
+    check_experts,
     check_matrix,
     check_rows,
+    check_topk_idx,
     check_topk_weights,
     check_vector,
     column_major,
@@ -28,6 +30,7 @@ from .tensors import (
 Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 AnyEvent = EventHandle | EventOverlap
 
+MOST_ROWS = (1 << 31) - 1  # of an output
 SIZE_ALIGNMENT = 2 << 20  # bytes; DeepEP's sizes are multiples of it
 CPU_TIMEOUT_S, GPU_TIMEOUT_S = 300, 100  # the interface's defaults
 
@@ -343,13 +346,20 @@ class ElasticBuffer:
                 f"num_max_tokens_per_rank = {max_tokens}: pass the most tokens of any rank, here or to ElasticBuffer"
             )
         x = check_matrix("x", x, device)
+        check_experts(num_experts, ranks)
+        topk_idx = check_topk_idx(topk_idx, device, num_experts)
+        most = MOST_ROWS // (ranks * max(1, topk_idx.shape[1] if do_expand else 1))
+        if max_tokens > most:
+            raise ArgumentError(
+                f"num_max_tokens_per_rank = {max_tokens}: rows are numbered in 32 bits, use up to {most}"
+            )
         if x.shape[0] > max_tokens:
             raise ArgumentError(
                 f"{x.shape[0]} tokens exceed num_max_tokens_per_rank = {max_tokens}: use at least {x.shape[0]}"
             )
         self._check_statistics(statistics, num_experts)
         if do_expand and not do_cpu_sync:
-            check_distinct(check_matrix("topk_idx", topk_idx, device), num_experts // ranks)
+            check_distinct(topk_idx, num_experts // ranks)
         layout = high_throughput.get_layout(communicator, topk_idx, num_experts)
         received = high_throughput.dispatch(
             communicator,
