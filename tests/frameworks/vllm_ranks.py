@@ -1,4 +1,4 @@
-"""Cases over vLLM's two adapters, high throughput and low latency, with uccl_ep as deep_ep, on a CPU.
+"""Cases over vLLM's adapters, high throughput, low latency and v2, with uccl_ep as deep_ep, on a CPU.
 
 vLLM itself needs a GPU build of torch to be imported. Its adapters, micro-batching and weighting are the files of
 its wheel, loaded one by one; what they take from the rest of vLLM stands here, as small as they need it.
@@ -61,6 +61,8 @@ class ExpertTokensMetadata:
 
     expert_num_tokens: Tensor | None
     expert_num_tokens_cpu: Tensor | None
+    psum_recv_per_rank: Tensor | None = None
+    rank_expert_offset: int | None = None
 
     @staticmethod
     def make_from_list(counts: list[int], device: Any) -> ExpertTokensMetadata:
@@ -89,9 +91,18 @@ def adapters() -> Any:
     logger = SimpleNamespace(**dict.fromkeys(("debug", "debug_once", "info_once", "warning_once"), print))
     stand_in("vllm.logger", init_logger=lambda _: logger)
     sys.modules["vllm"].envs = SimpleNamespace(VLLM_DEEPEPLL_NVFP4_DISPATCH=False)  # type: ignore[attr-defined]
-    stand_in("vllm.forward_context", ForwardContext=object)
+    context = SimpleNamespace(dp_metadata=None)
+    stand_in("vllm.forward_context", ForwardContext=object, get_forward_context=lambda: context)
     stand_in("vllm.platforms", current_platform=SimpleNamespace(is_rocm=lambda: False))
-    stand_in("vllm.utils.math_utils", round_up=lambda n, multiple: -(-n // multiple) * multiple)
+    stand_in(
+        "vllm.utils.math_utils",
+        round_up=lambda n, multiple: -(-n // multiple) * multiple,
+        cdiv=lambda a, b: -(-a // b),
+    )
+    # A GPU kernel of v2, which renumbers experts unless the experts do so themselves, as they do here.
+    stand_in("vllm.triton_utils", tl=SimpleNamespace(constexpr=int), triton=SimpleNamespace(jit=lambda function: None))
+    mx = {"MXFP8_BLOCK_SIZE": 32, "swizzle_mxfp8_scale": None}
+    stand_in("vllm.model_executor.layers.quantization.utils.mxfp8_utils", **mx)
     stand_in("vllm.utils.torch_utils", current_stream=lambda: None)
     ops = stand_in("vllm._custom_ops", moe_sum=lambda rows, out: out.copy_(rows.float().sum(1)))
     sys.modules["vllm"]._custom_ops = ops  # type: ignore[attr-defined]
@@ -116,6 +127,7 @@ def adapters() -> Any:
     return SimpleNamespace(
         high_throughput=real(f"{FUSED}.prepare_finalize.deepep_ht"),
         low_latency=real(f"{FUSED}.prepare_finalize.deepep_ll"),
+        v2=real(f"{FUSED}.prepare_finalize.deepep_v2"),
         reduce=reduce,
     )
 
@@ -128,6 +140,7 @@ def quantization(block: bool) -> Any:
         quant_dtype=torch.float8_e4m3fn if block else None,
         per_act_token_quant=False,
         is_scale_swizzled=False,
+        mx_alignment=0,
         a1_scale=None,
         a2_scale=None,
         a1_gscale=None,
@@ -246,4 +259,60 @@ def low_latency(ctx: Context, fp8: bool, asynchronous: bool) -> None:
             adapter.finalize(*final)
         check_equal(f"step {step}, output", out, truth(x, idx, weights))
     buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).zero_()  # vLLM's recovery after a fault
+    buffer.destroy()
+
+
+def v2(ctx: Context, decode: bool, block: bool, asynchronous: bool) -> None:
+    """The two modes of vLLM's v2 adapter: expanded rows and counts, or worst-case rows without a look at the counts."""
+    vllm = adapters()
+    num_experts, num_topk, hidden, most = 4 * ctx.num_ranks, 2, 512, 64
+    local = num_experts // ctx.num_ranks
+    arguments: dict[str, Any] = {
+        "group": ctx.group,
+        "num_max_tokens_per_rank": most,
+        "hidden": hidden,
+        "num_topk": num_topk,
+        "use_fp8_dispatch": block,
+        "allow_hybrid_mode": True,
+        "prefer_overlap_with_compute": True,
+        "allow_multiple_reduction": True,
+        "explicitly_destroy": True,
+    }
+    with environment(buffer_environment(ctx.domain, ctx.options)):
+        buffer = sys.modules["deep_ep"].ElasticBuffer(**arguments)
+    assert buffer.get_theoretical_num_sms(num_experts=num_experts, num_topk=num_topk) > 0
+    first = ctx.rank * local
+    adapter = vllm.v2.DeepEPV2PrepareAndFinalize(
+        buffer, ctx.num_ranks, ctx.num_ranks, first, num_experts, num_topk, block, use_cudagraph=decode
+    )
+    adapter.defer_globalize = decode
+    for step in range(2):
+        # Decode pads batches to the same size everywhere; a prefill may find a rank idle.
+        count = 6 + step if decode else (0 if ctx.rank == step else 5 + 2 * ctx.rank)
+        x, idx, weights = values(count, hidden, num_topk, num_experts, 30 * step + ctx.rank)
+        common = (x, weights, idx, num_experts, None, False, quantization(block))
+        rows, scales, meta, ids, row_weights = (
+            adapter.prepare_async(*common)() if asynchronous else adapter.prepare(*common)
+        )
+        if block:
+            rows = (rows.float().unflatten(1, (hidden // 128, 128)) * scales.unsqueeze(-1)).flatten(1)
+        if decode:
+            arrived = int(meta.psum_recv_per_rank[-1])
+            assert rows.shape[0] == 8 * ctx.num_ranks >= arrived and meta.expert_num_tokens is None
+            ids = torch.where(ids < 0, -1, ids + meta.rank_expert_offset)
+            ids[arrived:] = -1
+            rows = rows.float()
+            rows[arrived:] = 0
+        else:
+            check_equal("rows", rows.shape[0], int(meta.expert_num_tokens.sum()))
+            assert ids.shape == row_weights.shape == (rows.shape[0], 1)
+        factors = ((ids % 2 + 1) * row_weights).masked_fill(ids < 0, 0).sum(1, keepdim=True)
+        out = torch.full((count, hidden), torch.nan, dtype=torch.bfloat16)
+        reduced = vllm.reduce.TopKWeightAndReduceNoOP()
+        final = (out, (rows.float() * factors).bfloat16(), weights, idx, False, reduced)
+        if asynchronous:
+            adapter.finalize_async(*final)()
+        else:
+            adapter.finalize(*final)
+        check_equal(f"step {step}, output", out, truth(x, idx, weights))
     buffer.destroy()
