@@ -218,7 +218,7 @@ def _combine_grid(communicator: Communicator) -> tuple[dict[str, int], int]:
     for most_warps in range(TEAM_WARPS, 0, -1):
         grid = _grid(communicator, ranks, most_warps)
         # CombineProgress of core/kernels/combine.hpp
-        tokens = 8 if grid["team_warps"] == 1 else 4 * grid["team_warps"]
+        tokens = 8 if grid["team_warps"] == 1 else grid["team_warps"]
         tokens = max(1, min(tokens, 2048 // ranks))
         shared_bytes = 8 * (ranks + 1) + 24 * grid["team_warps"] * (ranks + 2) + 4 * ranks * (2 + tokens)
         if shared_bytes <= communicator.backend.limits.max_shared_bytes:

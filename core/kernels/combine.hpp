@@ -77,7 +77,7 @@ struct CombineProgress {
 
     // Tokens of one round: enough for all warps, and no more than whose rows the slots can hold.
     UCCL_EP_DEVICE static constexpr uint32_t tokens(uint32_t warps, uint32_t ranks, uint32_t slots, uint32_t capacity) {
-        const uint32_t wanted = warps == 1 ? 8 : 4 * warps, held = (slots - 1) * capacity + 1;
+        const uint32_t wanted = warps == 1 ? 8 : warps, held = (slots - 1) * capacity + 1;
         const uint32_t fit = ranks < 2048 ? 2048 / ranks : 1;
         const uint32_t few = wanted < held ? wanted : held;
         return few < fit ? few : fit;
