@@ -40,6 +40,8 @@ logger = logging.getLogger("uccl_ep")
 
 RINGS_PER_PROXY = 4
 LOCAL_WARPS = 8  # of a block, where warps do not wait for each other
+HOST_SLOT_BYTES = 128 << 10  # stays in the caches
+GPU_SLOT_BYTES = 256 << 10  # a slot costs some microseconds of signals, whatever it holds
 MOST_CHANNELS = 48  # chosen automatically; more bring no bandwidth, and each has its own slots
 END_CALLS_S = 10.0  # kernels look at the abort word every few microseconds
 DEFAULT_LIMIT_S = 300.0  # as plugins.toml has it
@@ -199,6 +201,9 @@ class Communicator:
         general = self.general = self.configuration.general
         logger.setLevel(general.log_level.upper())
         self._agree_on_options({"num_rdma_bytes": low_latency_bytes, **equal})
+        self.slot_bytes = general.slot_bytes or (
+            HOST_SLOT_BYTES if self.backend.torch_device.type == "cpu" else GPU_SLOT_BYTES
+        )
         self._one_host = len(set(bootstrap.all_gather(_boot_identity(), "comparing hosts"))) == 1
         self.reachable = reachable_ranks(bootstrap, self.backend)
         self.ranks_per_domain = ranks_per_domain(self.reachable, general.domain_size)
@@ -217,7 +222,7 @@ class Communicator:
             ranks_per_domain=self.ranks_per_domain,
             num_channels=self.num_channels,
             num_slots=general.num_slots,
-            slot_bytes=general.slot_bytes,
+            slot_bytes=self.slot_bytes,
             ll_dispatch_bytes=self.capacity.dispatch_bytes,
             ll_combine_bytes=self.capacity.combine_bytes,
             ll_outbox_bytes=self.capacity.outbox_bytes,

@@ -155,9 +155,9 @@ def _shape(
     row_bytes = x.shape[1] * x.element_size()
     scale_bytes = 0 if scales is None else scales.shape[1] * scales.element_size()
     needed = row_bytes + scale_bytes + num_topk * 8 + 4 + RAIL_MASK_BYTES + SLOT_OVERHEAD
-    if needed > communicator.general.slot_bytes:
+    if needed > communicator.slot_bytes:
         raise ArgumentError(
-            f"a token of {row_bytes + scale_bytes} bytes does not fit a slot of {communicator.general.slot_bytes} "
+            f"a token of {row_bytes + scale_bytes} bytes does not fit a slot of {communicator.slot_bytes} "
             f"bytes: set slot_bytes (UCCL_EP_SLOT_BYTES) to at least {round_up(needed, 64)}"
         )
     dtype = CARRIED[x.dtype] | (0 if scales is None else NUMBERED.get(scales.dtype, PayloadType.BYTES) << 8)
@@ -168,10 +168,10 @@ def _check_notify(communicator: Communicator, num_experts: int) -> None:
     """The counts that announce a dispatch are one message, of NotifyWords of core/kernels/notify.hpp."""
     local_experts = num_experts // communicator.num_ranks
     needed = 64 + 24 + 4 * (2 * communicator.num_channels + local_experts)
-    if needed > communicator.general.slot_bytes:
+    if needed > communicator.slot_bytes:
         raise ArgumentError(
             f"the counts of {local_experts} experts a rank do not fit a slot of "
-            f"{communicator.general.slot_bytes} bytes: set slot_bytes (UCCL_EP_SLOT_BYTES) to at least "
+            f"{communicator.slot_bytes} bytes: set slot_bytes (UCCL_EP_SLOT_BYTES) to at least "
             f"{round_up(needed, 64)}"
         )
 
@@ -529,9 +529,9 @@ def combine(
     biases = check_biases(communicator, bias, x, handle.num_tokens)
     row_bytes = x.shape[1] * x.element_size()
     needed = row_bytes + num_topk * 4 + SLOT_OVERHEAD
-    if x.shape[1] == 0 or needed > communicator.general.slot_bytes:
+    if x.shape[1] == 0 or needed > communicator.slot_bytes:
         raise ArgumentError(
-            f"a row of {row_bytes} bytes does not fit a slot of {communicator.general.slot_bytes} bytes: "
+            f"a row of {row_bytes} bytes does not fit a slot of {communicator.slot_bytes} bytes: "
             f"set slot_bytes (UCCL_EP_SLOT_BYTES) to at least {round_up(needed, 64)}"
         )
     grid, shared_bytes = _combine_grid(communicator)

@@ -60,14 +60,17 @@ struct Float64 {
     UCCL_EP_DEVICE static double store(double value) { return value; }
 };
 
-// The sums of one run of elements, in one lane: 16 bytes of bf16 a load.
+// The sums of one run of elements of a warp, a lane's part of it: neighbouring elements.
 template <class Element>
 class ScalarRun {
   public:
-    static constexpr uint32_t kElements = 8;
-    static constexpr uint32_t kTerms = 1;  // rows that are loaded before the first is added
+    static constexpr uint32_t kElements = 8;  // of a lane
+    static constexpr uint32_t kTerms = 1;     // rows that are loaded before the first is added
     using Loaded = const typename Element::Storage *;
-    UCCL_EP_DEVICE static Loaded load(const typename Element::Storage *from) { return from; }
+    // `from` and `to` are where the warp's run begins.
+    UCCL_EP_DEVICE static Loaded load(const typename Element::Storage *from) {
+        return from + device::lane() * kElements;
+    }
     UCCL_EP_DEVICE void clear() {
         for (uint32_t i = 0; i < kElements; ++i) sums_[i] = 0;
     }
@@ -79,6 +82,7 @@ class ScalarRun {
         }
     }
     UCCL_EP_DEVICE void store(typename Element::Storage *to) const {
+        to += device::lane() * kElements;
         for (uint32_t i = 0; i < kElements; ++i) to[i] = Element::store(sums_[i]);
     }
 
@@ -86,14 +90,42 @@ class ScalarRun {
     typename Element::Accumulator sums_[kElements];
 };
 
-// A backend whose primitives know a faster form with the same bits names it.
+// A backend whose primitives know a faster form with the same bits names it, and a shorter one for what is left.
 #ifdef UCCL_EP_DEVICE_RUN
 template <class Element>
 using Run = UCCL_EP_DEVICE_RUN<Element>;
+template <class Element>
+using ShortRun = UCCL_EP_DEVICE_SHORT_RUN<Element>;
 #else
 template <class Element>
 using Run = ScalarRun<Element>;
+template <class Element>
+using ShortRun = ScalarRun<Element>;
 #endif
+
+// Sum whole runs of [begin, end); returns where the first that is not whole begins.
+template <class AnyRun, bool kWeighted, class Storage, class Row, class Factor>
+UCCL_EP_DEVICE uint32_t sum_runs(Storage *to, uint32_t begin, uint32_t end, uint32_t num_terms, Row row,
+                                 Factor factor) {
+    constexpr uint32_t kRun = AnyRun::kElements * device::kWarpSize, kTerms = AnyRun::kTerms;
+    for (; end - begin >= kRun; begin += kRun) {
+        AnyRun run;
+        run.clear();
+        uint32_t j = 0;
+        if constexpr (kTerms > 1) {
+            for (; j + kTerms <= num_terms; j += kTerms) {
+                typename AnyRun::Loaded loaded[kTerms];
+                UCCL_EP_UNROLL
+                for (uint32_t i = 0; i < kTerms; ++i) loaded[i] = AnyRun::load(row(j + i) + begin);
+                UCCL_EP_UNROLL
+                for (uint32_t i = 0; i < kTerms; ++i) run.template add<kWeighted>(loaded[i], factor(j + i));
+            }
+        }
+        for (; j < num_terms; ++j) run.template add<kWeighted>(AnyRun::load(row(j) + begin), factor(j));
+        run.store(to + begin);
+    }
+    return begin;
+}
 
 // out[i] = round(sum over terms, in order, of term j's element i) for i in [begin, end), the whole warp together.
 // `term(j)` gives the row of term j, `weight(j)` its factor where kWeighted; both are called for each run of elements,
@@ -102,27 +134,11 @@ template <class Element, bool kWeighted, class Term, class Weight>
 UCCL_EP_DEVICE void sum_rows(uint8_t *out, uint32_t begin, uint32_t end, uint32_t num_terms, Term term, Weight weight) {
     using Storage = typename Element::Storage;
     using Accumulator = typename Element::Accumulator;
-    constexpr uint32_t kRun = Run<Element>::kElements, kTerms = Run<Element>::kTerms;
     auto *to = reinterpret_cast<Storage *>(out);
     const auto row = [&](uint32_t j) { return reinterpret_cast<const Storage *>(term(j)); };
     const auto factor = [&](uint32_t j) { return kWeighted ? static_cast<Accumulator>(weight(j)) : Accumulator{1}; };
-    const uint32_t whole = begin + (end - begin) / kRun * kRun;
-    for (uint32_t base = begin + device::lane() * kRun; base < whole; base += device::kWarpSize * kRun) {
-        Run<Element> run;
-        run.clear();
-        uint32_t j = 0;
-        if constexpr (kTerms > 1) {
-            for (; j + kTerms <= num_terms; j += kTerms) {
-                typename Run<Element>::Loaded loaded[kTerms];
-                UCCL_EP_UNROLL
-                for (uint32_t i = 0; i < kTerms; ++i) loaded[i] = Run<Element>::load(row(j + i) + base);
-                UCCL_EP_UNROLL
-                for (uint32_t i = 0; i < kTerms; ++i) run.template add<kWeighted>(loaded[i], factor(j + i));
-            }
-        }
-        for (; j < num_terms; ++j) run.template add<kWeighted>(Run<Element>::load(row(j) + base), factor(j));
-        run.store(to + base);
-    }
+    uint32_t whole = sum_runs<Run<Element>, kWeighted>(to, begin, end, num_terms, row, factor);
+    whole = sum_runs<ShortRun<Element>, kWeighted>(to, whole, end, num_terms, row, factor);
     for (uint32_t i = whole + device::lane(); i < end; i += device::kWarpSize) {
         Accumulator sum = 0;
         for (uint32_t j = 0; j < num_terms; ++j) {

@@ -71,11 +71,15 @@ class WaitLimit {
     // failed, or the time is up (which is recorded).
     UCCL_EP_DEVICE bool keep_waiting(uint64_t seen) {
         device::relax();
-        if (++polls_ % 64 != 0) return !aborted(group_);
-        if (aborted_by_others(group_)) return false;
+        if (++polls_ % 16 != 0) return !aborted(group_);
         const uint64_t now = device::now_ns();
         if (start_ == 0) start_ = now;
         const uint64_t elapsed = now - start_;
+        // All blocks may wait here, and their reads of host memory would queue up for longer than most waits last.
+        if (elapsed >= next_look_) {
+            next_look_ = elapsed + 1000000;
+            if (aborted_by_others(group_)) return false;
+        }
         if (device::interrupted()) {
             fail(group_, Reason::kInterrupted, {awaited_.phase, group_.rank, awaited_.signal, awaited_.expected}, seen,
                  elapsed);
@@ -99,6 +103,7 @@ class WaitLimit {
     const Group &group_;
     Awaited awaited_;
     uint64_t start_ = 0;
+    uint64_t next_look_ = 200000 + device::block_index() * 4000;  // ns, since the start, at the word that others set
     uint32_t polls_ = 0;
     bool announced_ = false;
 };

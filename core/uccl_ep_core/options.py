@@ -114,7 +114,10 @@ class General:
         0, "channels of the high-throughput mode; 0: what keeps the device busy", minimum=0, maximum=1024
     )
     slot_bytes: int = _option(
-        131072, "bytes of a high-throughput slot, a multiple of 64", minimum=4096, maximum=1 << 24
+        0,
+        "bytes of a high-throughput slot, a multiple of 64, 4096 at least; 0: as suits the device",
+        minimum=0,
+        maximum=1 << 24,
     )
     num_slots: int = _option(8, "slots of one ring of slots", minimum=2, maximum=32)
     ring_capacity: int = _option(
@@ -130,6 +133,8 @@ class General:
     cache_dir: str = _option("", "folder for compiled kernels; empty: uccl_ep in the user's cache folder")
 
     def __post_init__(self) -> None:
+        if 0 < self.slot_bytes < 4096:
+            raise ConfigurationError(f"general.slot_bytes = {self.slot_bytes}: must be at least 4096, or 0")
         if self.slot_bytes % 64:
             rounded = self.slot_bytes // 64 * 64
             raise ConfigurationError(f"general.slot_bytes = {self.slot_bytes}: must be a multiple of 64, use {rounded}")

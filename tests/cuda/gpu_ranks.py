@@ -215,9 +215,7 @@ def bench(rank: int, num_ranks: int, device: str, options: dict[str, Any], itera
         def call() -> None:
             dist.all_to_all_single(target, source, group=nccl)
 
-        return measure(call, iterations, group), measure(
-            replayed(call, group), iterations, group, repeats=REPLAYS
-        )
+        return measure(call, iterations, group), measure(replayed(call, group), iterations, group, repeats=REPLAYS)
 
     tokens, hidden, topk, experts = 4096, 7168, 8, 256
     x = torch.randn(tokens, hidden, device=device).bfloat16()
@@ -263,8 +261,50 @@ def bench(rank: int, num_ranks: int, device: str, options: dict[str, Any], itera
     return table.records
 
 
+def bench_deepep(rank: int, num_ranks: int, device: str, iterations: int) -> list[dict[str, Any]]:
+    """The same shapes through DeepEP, where its package can be imported, by the same two boundaries."""
+    import deep_ep
+
+    group = dist.new_group(backend="nccl")
+    hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(128, 7168, num_ranks, 288)
+    buffer = deep_ep.Buffer(group, 2 << 30, hint, low_latency_mode=True, num_qps_per_rank=288 // num_ranks)
+    deep_ep.Buffer.set_num_sms(24)
+    torch.manual_seed(rank)
+    table = Table(dist.group.WORLD, iterations, num_ranks)
+    tokens, hidden, topk = 4096, 7168, 8
+    x = torch.randn(tokens, hidden, device=device).bfloat16()
+    idx = torch.stack([torch.randperm(256)[:topk] for _ in range(tokens)]).to(device)
+    per_rank, per_domain, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 256)
+    received, _, _, _, handle, _ = buffer.dispatch(
+        x, topk_idx=idx, topk_weights=torch.rand(tokens, topk, device=device), num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_domain, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert,
+    )  # fmt: skip
+    table.time("DeepEP HT dispatch bf16, cached", lambda: buffer.dispatch(x, handle=handle))
+    table.time("DeepEP HT combine bf16", lambda: buffer.combine(received, handle))
+    x8 = torch.randint(0, 100, (tokens, hidden), device=device, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scales = torch.rand(tokens, hidden // 128, device=device)
+    table.time("DeepEP HT dispatch fp8, cached", lambda: buffer.dispatch((x8, scales), handle=handle))
+    for tokens in (1, 128):
+        y = torch.randn(tokens, hidden, device=device).bfloat16()
+        ids = torch.stack([torch.randperm(288)[:topk] for _ in range(tokens)]).to(device)
+        weights = torch.rand(tokens, topk, device=device)
+        _, _, low, _, _ = buffer.low_latency_dispatch(y, ids, 128, 288, use_fp8=True)
+        outputs = torch.randn(288 // num_ranks, num_ranks * 128, hidden, device=device).bfloat16()
+        table.time(
+            f"DeepEP LL dispatch fp8, {tokens} tokens",
+            lambda: buffer.low_latency_dispatch(y, ids, 128, 288, use_fp8=True),  # noqa: B023
+        )
+        table.time(
+            f"DeepEP LL combine bf16, {tokens} tokens",
+            lambda: buffer.low_latency_combine(outputs, ids, weights, low),  # noqa: B023
+        )
+    torch.cuda.synchronize()
+    dist.barrier()
+    return table.records
+
+
 def main_of_rank(rank: int, arguments: argparse.Namespace, store: str, results: Any) -> None:
-    os.environ.update(GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NVSHMEM_REMOTE_TRANSPORT="none")  # the latter for DeepEP
     torch.set_num_threads(2)
     index = rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
@@ -280,6 +320,8 @@ def main_of_rank(rank: int, arguments: argparse.Namespace, store: str, results: 
         check(rank, arguments.ranks, device, options)
     else:
         records = bench(rank, arguments.ranks, device, options, arguments.iterations)
+        if arguments.deepep:
+            records += bench_deepep(rank, arguments.ranks, device, arguments.iterations)
         if rank == 0:
             for entry in records:
                 ratio = f"{entry['ratio']:.2f}x" if entry["ratio"] else ""
@@ -301,6 +343,7 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--option", action="append", default=[], help="name=value, an option of the buffer")
     parser.add_argument("--json")
+    parser.add_argument("--deepep", action="store_true", help="time DeepEP too, in the same run")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("skipped: this check needs an NVIDIA GPU, and torch sees none")

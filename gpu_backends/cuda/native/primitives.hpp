@@ -30,7 +30,8 @@
 #include "vector_run.hpp"
 
 // How core/kernels/numerics.hpp sums.
-#define UCCL_EP_DEVICE_RUN ::uccl_ep::device::VectorRun
+#define UCCL_EP_DEVICE_RUN ::uccl_ep::device::LongRun
+#define UCCL_EP_DEVICE_SHORT_RUN ::uccl_ep::device::ShortRun
 
 // nvcc parses this once for the CPU side, where there is no architecture and nothing is called.
 #ifndef __CUDA_ARCH__

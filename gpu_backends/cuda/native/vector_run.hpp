@@ -1,9 +1,9 @@
-// Sums of one run of elements in one lane, by 16-byte loads: 64 bytes of each row are on their way at
-// once, since a sum over rows is bound by the latency of its loads. The bits are those of ScalarRun
+// Sums of one run of elements, by 16-byte loads that neighbouring lanes make together: several of each row are on
+// their way at once, since a sum over rows is bound by the latency of its loads. The bits are those of ScalarRun
 // (core/kernels/numerics.hpp): the same additions in the same order.
 #pragma once
 
-#include "uccl_ep/integers.hpp"
+#include "staging.hpp"
 
 namespace uccl_ep::device {
 
@@ -11,11 +11,10 @@ struct alignas(16) RunPiece {
     uint32_t word[4];
 };
 
-template <class Element>
+template <class Element, uint32_t kPieces>
 class VectorRun {
     using Storage = typename Element::Storage;
     using Accumulator = typename Element::Accumulator;
-    static constexpr uint32_t kPieces = 4;
     static constexpr uint32_t kPieceElements = sizeof(RunPiece) / sizeof(Storage);
 
   public:
@@ -36,11 +35,12 @@ class VectorRun {
         if (is_aligned(from)) {
             RunPiece pieces[kPieces];
 #pragma unroll
-            for (uint32_t i = 0; i < kPieces; ++i) pieces[i] = reinterpret_cast<const RunPiece *>(from)[i];
+            for (uint32_t i = 0; i < kPieces; ++i)
+                pieces[i] = reinterpret_cast<const RunPiece *>(from)[i * 32 + detail::lane()];
             memcpy(loaded.value, pieces, sizeof(pieces));
         } else {
 #pragma unroll
-            for (uint32_t i = 0; i < kElements; ++i) loaded.value[i] = from[i];
+            for (uint32_t i = 0; i < kElements; ++i) loaded.value[i] = from[place(i)];
         }
         return loaded;
     }
@@ -62,14 +62,20 @@ class VectorRun {
             RunPiece pieces[kPieces];
             memcpy(pieces, values, sizeof(pieces));
 #pragma unroll
-            for (uint32_t i = 0; i < kPieces; ++i) reinterpret_cast<RunPiece *>(to)[i] = pieces[i];
+            for (uint32_t i = 0; i < kPieces; ++i)
+                reinterpret_cast<RunPiece *>(to)[i * 32 + detail::lane()] = pieces[i];
         } else {
 #pragma unroll
-            for (uint32_t i = 0; i < kElements; ++i) to[i] = values[i];
+            for (uint32_t i = 0; i < kElements; ++i) to[place(i)] = values[i];
         }
     }
 
   private:
+    // Where element i of this lane lies in the warp's run.
+    UCCL_EP_DEVICE static uint32_t place(uint32_t i) {
+        return (i / kPieceElements * 32 + detail::lane()) * kPieceElements + i % kPieceElements;
+    }
+
     // Rows of some hidden sizes start between two 16-byte boundaries.
     UCCL_EP_DEVICE static bool is_aligned(const void *address) {
         return reinterpret_cast<uint64_t>(address) % sizeof(RunPiece) == 0;
@@ -77,5 +83,10 @@ class VectorRun {
 
     Accumulator sums_[kElements];
 };
+
+template <class Element>
+using LongRun = VectorRun<Element, 4>;
+template <class Element>
+using ShortRun = VectorRun<Element, 1>;
 
 }  // namespace uccl_ep::device

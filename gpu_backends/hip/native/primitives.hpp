@@ -33,7 +33,8 @@
 #include "vector_run.hpp"
 
 // How core/kernels/numerics.hpp sums.
-#define UCCL_EP_DEVICE_RUN ::uccl_ep::device::VectorRun
+#define UCCL_EP_DEVICE_RUN ::uccl_ep::device::LongRun
+#define UCCL_EP_DEVICE_SHORT_RUN ::uccl_ep::device::ShortRun
 
 namespace uccl_ep::device {
 
