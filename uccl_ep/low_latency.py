@@ -106,9 +106,15 @@ class LowLatency:
 
     # ---- receive halves ----
 
-    def _hook(self, kind: str, receive: Callable[[], None]) -> Callable[[], None]:
+    def _fuses(self, at_once: bool) -> bool:
+        """Whether one kernel does both halves: the caller waits anyhow, and no earlier message waits to be taken."""
+        return at_once and not self._pending
+
+    def _hook(self, kind: str, receive: Callable[[], None], received: bool = False) -> Callable[[], None]:
         self._sent[kind] += 1
         number = self._sent[kind]
+        if received:
+            return self._communicator.ensure_usable
         self._pending.append((kind, number, receive))
 
         def hook() -> None:
@@ -261,16 +267,23 @@ class LowLatency:
             wait_cost=pointer(wait_cost),
         )
         handle = LowLatencyHandle.of(state)
-        communicator.launch("uccl_ep_ll_dispatch_send", parameters, shared_bytes=shared_bytes, **grid)
         keep = (x, statistics, wait_cost)  # referred to by address until the receive half has run
         # LowLatencyArrivals of core/kernels/ll_dispatch.hpp
         arrivals_bytes = 12 * grid["warps"] * num_topk + 4 * (ranks + num_experts)
+
+        fused = self._fuses(at_once)
+        if fused:
+            communicator.launch(
+                "uccl_ep_ll_dispatch", parameters, shared_bytes=max(shared_bytes, arrivals_bytes), **grid
+            )
+        else:
+            communicator.launch("uccl_ep_ll_dispatch_send", parameters, shared_bytes=shared_bytes, **grid)
 
         def receive() -> None:
             communicator.launch("uccl_ep_ll_dispatch_receive", parameters, shared_bytes=arrivals_bytes, **grid)
             _ = keep
 
-        hook = self._hook("dispatch", receive)
+        hook = self._hook("dispatch", receive, fused)
         scales_view = None if receive_scales is None else receive_scales.transpose(1, 2)
         return receive_x, scales_view, count, handle, hook
 
@@ -300,7 +313,7 @@ class LowLatency:
         keys = num_experts + self._communicator.num_ranks
         entries = -(-num_tokens // grid["num_blocks"]) * num_topk
         # LowLatencyPlacing of core/kernels/ll_dispatch.hpp
-        fixed = 4 * (keys + num_experts + 3 * entries)
+        fixed = 4 * (keys + num_experts + 4 * entries)
         num_chunks = min(grid["warps"], (limits.max_shared_bytes - fixed) // (2 * keys))
         if num_chunks < 1:
             raise ArgumentError(
@@ -430,15 +443,20 @@ class LowLatency:
             wait_cost=pointer(wait_cost),
         )
         grid = self._grid()
-        communicator.launch("uccl_ep_ll_combine_send", parameters, **grid)
         keep = (x, topk_weights, out, wait_cost, state)
         terms_bytes = 16 * grid["warps"] * shape.num_topk  # WeightedRow of core/kernels/ll_combine.hpp
+
+        fused = self._fuses(at_once)
+        if fused:
+            communicator.launch("uccl_ep_ll_combine", parameters, shared_bytes=terms_bytes, **grid)
+        else:
+            communicator.launch("uccl_ep_ll_combine_send", parameters, **grid)
 
         def receive() -> None:
             communicator.launch("uccl_ep_ll_combine_receive", parameters, shared_bytes=terms_bytes, **grid)
             _ = keep
 
-        return out, self._hook("combine", receive)
+        return out, self._hook("combine", receive, fused)
 
     def combine_buffer(self, handle: object) -> torch.Tensor:
         """Memory [L, num_ranks * max_tokens, hidden] for expert outputs, which the send half reads as it is."""

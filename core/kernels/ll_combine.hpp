@@ -6,8 +6,8 @@
 
 namespace uccl_ep {
 
-UCCL_EP_KERNEL(uccl_ep_ll_combine_send, LowLatencyCombineParameters) {
-    const LowLatencyCombineParameters &p = parameters;
+// The send half. The whole grid.
+UCCL_EP_DEVICE void ll_combine_send(const LowLatencyCombineParameters &p) {
     const Group &group = p.group;
     const Layout &layout = group.layout;
     const LowLatencyShape &shape = p.shape;
@@ -63,7 +63,7 @@ UCCL_EP_KERNEL(uccl_ep_ll_combine_send, LowLatencyCombineParameters) {
     if (!last_block(group) || aborted(group)) return;
     for (uint32_t destination = device::warp_in_block(); destination < ranks;
          destination += device::warps_per_block()) {
-        if (device::lane() != 0 || destination == group.rank || masked(destination)) continue;
+        if (device::lane() != 0 || masked(destination)) continue;
         uint64_t ticket = 0;
         ll_send(group, destination, SignalKind::kLowLatencyCombine,
                 group.is_local(destination) ? 0 : outbox_of(destination),
@@ -115,8 +115,8 @@ UCCL_EP_DEVICE void ll_sum_token(const LowLatencyCombineParameters &p, const uin
         [&](uint32_t j) { return terms[j].row; }, [&](uint32_t j) { return terms[j].weight; });
 }
 
-UCCL_EP_KERNEL(uccl_ep_ll_combine_receive, LowLatencyCombineParameters) {
-    const LowLatencyCombineParameters &p = parameters;
+// The receive half. The whole grid.
+UCCL_EP_DEVICE void ll_combine_receive(const LowLatencyCombineParameters &p) {
     const Group &group = p.group;
     const Layout &layout = group.layout;
     const LowLatencyShape &shape = p.shape;
@@ -130,8 +130,8 @@ UCCL_EP_KERNEL(uccl_ep_ll_combine_receive, LowLatencyCombineParameters) {
     bool ok = true;
     for (uint32_t i = device::warp_in_block(); i < ranks; i += device::warps_per_block()) {
         const uint32_t source = (group.rank + i) % ranks;
-        if (source == group.rank || masked(source) || device::lane() != 0) continue;
-        const bool timed = p.wait_cost != nullptr && device::block_index() == 0;
+        if (masked(source) || device::lane() != 0) continue;
+        const bool timed = p.wait_cost != nullptr && device::block_index() == 0 && source != group.rank;
         const uint64_t start = timed ? device::now_ns() : 0;
         const uint32_t signal = layout.signal_index(SignalKind::kLowLatencyCombine, source, 0);
         ok = ok && wait_or_leave_out(group, {Phase::kLowLatencyCombineReceive, source, signal, number}, p.masked,
@@ -161,6 +161,17 @@ UCCL_EP_KERNEL(uccl_ep_ll_combine_receive, LowLatencyCombineParameters) {
                      Phase::kLowLatencyCombineReceive);
     }
     if (thread == 0) *received = number;
+}
+
+UCCL_EP_KERNEL(uccl_ep_ll_combine_send, LowLatencyCombineParameters) { ll_combine_send(parameters); }
+
+UCCL_EP_KERNEL(uccl_ep_ll_combine_receive, LowLatencyCombineParameters) { ll_combine_receive(parameters); }
+
+// Both halves at once, for a caller who waits anyhow.
+UCCL_EP_KERNEL(uccl_ep_ll_combine, LowLatencyCombineParameters) {
+    ll_combine_send(parameters);
+    device::sync_block();  // the halves share the block's memory
+    ll_combine_receive(parameters);
 }
 
 }  // namespace uccl_ep

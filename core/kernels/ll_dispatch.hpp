@@ -60,11 +60,12 @@ struct LowLatencyPlacing {
     int32_t *expert;   // [entries] -1: none
     int32_t *place;    // [entries] place among my rows of that expert
     int32_t *row;      // [entries] row in the message to the expert's rank; -1 but for the first k of each rank
+    uint32_t *chunk;   // [entries]
     uint16_t *before;  // [chunks][keys] rows in the chunks before; counts up while the chunk is walked
 
     UCCL_EP_DEVICE static constexpr uint64_t bytes(uint32_t experts, uint32_t ranks, uint32_t chunks,
                                                    uint32_t entries) {
-        return (uint64_t{experts} * 2 + ranks + uint64_t{entries} * 3) * 4 +
+        return (uint64_t{experts} * 2 + ranks + uint64_t{entries} * 4) * 4 +
                uint64_t{chunks} * (uint64_t{experts} + ranks) * 2;
     }
     UCCL_EP_DEVICE static LowLatencyPlacing in(uint8_t *memory, uint32_t experts, uint32_t ranks, uint32_t chunks,
@@ -79,7 +80,8 @@ struct LowLatencyPlacing {
         at.expert = at.begin + experts;
         at.place = at.expert + entries;
         at.row = at.place + entries;
-        at.before = reinterpret_cast<uint16_t *>(at.row + entries);
+        at.chunk = reinterpret_cast<uint32_t *>(at.row + entries);
+        at.before = reinterpret_cast<uint16_t *>(at.chunk + entries);
         return at;
     }
 };
@@ -102,44 +104,60 @@ UCCL_EP_DEVICE uint32_t take_numbers(uint16_t *next, uint32_t key, bool has_key)
     return number;
 }
 
-// Walk the entries of a chunk in order: `visit(entry, expert, place, row)` with the numbers of `next`. Whole warp.
-template <class Visit>
-UCCL_EP_DEVICE void ll_walk_chunk(const LowLatencyDispatchParameters &p, uint32_t chunk, uint32_t chunks,
-                                  uint16_t *next, Visit visit) {
+// Whether an entry is the first of its token for its rank. Whole warp; `group` lanes hold whole tokens.
+UCCL_EP_DEVICE bool is_first_for_rank(const LowLatencyDispatchParameters &p, uint32_t entry, bool valid, uint32_t rank,
+                                      uint32_t local_experts, bool whole_tokens) {
+    const uint32_t topk = p.shape.num_topk;
+    if (whole_tokens) {
+        const uint32_t key = (entry / topk) * p.group.num_ranks() + rank;
+        const device::LaneMask same = device::match(valid ? key : ~uint32_t{0});
+        return valid && (same & device::lanes_below()) == 0;
+    }
+    bool first = valid;
+    for (uint32_t other = entry - entry % topk; other < entry && first; ++other) {
+        const int64_t earlier = load_index(p.topk_idx, p.index_bytes, other);
+        first = earlier < 0 || static_cast<uint32_t>(earlier) / local_experts != rank;
+    }
+    return first;
+}
+
+// Number the entries of a chunk in order, and keep the numbers of this block's tokens. Whole warp.
+UCCL_EP_DEVICE void ll_walk_chunk(const LowLatencyDispatchParameters &p, const LowLatencyPlacing &at, uint32_t chunk) {
     const uint32_t topk = p.shape.num_topk, experts = p.shape.num_experts;
     const uint32_t local_experts = experts / p.group.num_ranks();
-    const uint32_t begin = static_cast<uint32_t>(uint64_t{p.num_tokens} * chunk / chunks) * topk;
-    const uint32_t end = static_cast<uint32_t>(uint64_t{p.num_tokens} * (chunk + 1) / chunks) * topk;
-    for (uint32_t base = begin; base < end; base += device::kWarpSize) {
+    const uint32_t blocks = device::num_blocks(), block = device::block_index();
+    const uint32_t begin = static_cast<uint32_t>(uint64_t{p.num_tokens} * chunk / at.chunks) * topk;
+    const uint32_t end = static_cast<uint32_t>(uint64_t{p.num_tokens} * (chunk + 1) / at.chunks) * topk;
+    uint16_t *next = at.before + chunk * at.keys;
+    const bool whole_tokens = topk <= device::kWarpSize;
+    const uint32_t step = whole_tokens ? device::kWarpSize / topk * topk : device::kWarpSize;
+    for (uint32_t base = begin; base < end; base += step) {
         const uint32_t entry = base + device::lane();
-        const bool inside = entry < end;
+        const bool inside = entry < end && device::lane() < step;
         const int64_t expert = inside ? ll_expert(p, entry, local_experts) : -1;
         const uint32_t key = expert < 0 ? 0 : static_cast<uint32_t>(expert), rank = key / local_experts;
-        bool first = expert >= 0;  // of this token's entries, for that rank
-        if (first) {
-            for (uint32_t other = entry - entry % topk; other < entry; ++other) {
-                const int64_t earlier = load_index(p.topk_idx, p.index_bytes, other);
-                first = first && (earlier < 0 || static_cast<uint32_t>(earlier) / local_experts != rank);
-            }
-        }
+        const bool first = is_first_for_rank(p, entry, expert >= 0, rank, local_experts, whole_tokens);
         const uint32_t place = take_numbers(next, key, expert >= 0);
         const uint32_t row = take_numbers(next, experts + rank, first);
-        if (inside) {
-            visit(entry, static_cast<int32_t>(expert), expert < 0 ? -1 : static_cast<int32_t>(place),
-                  first ? static_cast<int32_t>(row) : -1);
+        const uint32_t token = entry / topk;
+        if (inside && token % blocks == block) {
+            const uint32_t mine = token / blocks * topk + entry % topk;
+            at.expert[mine] = static_cast<int32_t>(expert);
+            at.place[mine] = expert < 0 ? -1 : static_cast<int32_t>(place);
+            at.row[mine] = first ? static_cast<int32_t>(row) : -1;
+            at.chunk[mine] = chunk;
         }
     }
 }
 
-// The whole block. Writes where the rows of this block's tokens come home, too.
+// The whole block.
 UCCL_EP_DEVICE void ll_place_rows(const LowLatencyDispatchParameters &p, const LowLatencyPlacing &at) {
     const uint32_t warp = device::warp_in_block(), warps = device::warps_per_block();
     const uint32_t threads = warps * device::kWarpSize, thread = warp * device::kWarpSize + device::lane();
+    const uint32_t local_experts = p.shape.num_experts / p.group.num_ranks();
     for (uint32_t i = thread; i < at.chunks * at.keys; i += threads) at.before[i] = 0;
     device::sync_block();
-    if (warp < at.chunks) {
-        ll_walk_chunk(p, warp, at.chunks, at.before + warp * at.keys, [](uint32_t, int32_t, int32_t, int32_t) {});
-    }
+    if (warp < at.chunks) ll_walk_chunk(p, at, warp);
     device::sync_block();
     for (uint32_t key = thread; key < at.keys; key += threads) {
         uint32_t sum = 0;
@@ -156,6 +174,15 @@ UCCL_EP_DEVICE void ll_place_rows(const LowLatencyDispatchParameters &p, const L
         }
     }
     device::sync_block();
+    const uint32_t blocks = device::num_blocks(), block = device::block_index();
+    const uint32_t mine = p.num_tokens > block ? (p.num_tokens - block + blocks - 1) / blocks * p.shape.num_topk : 0;
+    for (uint32_t i = thread; i < mine; i += threads) {
+        if (at.expert[i] < 0) continue;
+        const uint32_t expert = static_cast<uint32_t>(at.expert[i]);
+        const uint16_t *before = at.before + at.chunk[i] * at.keys;
+        at.place[i] += before[expert];
+        if (at.row[i] >= 0) at.row[i] += before[at.experts + expert / local_experts];
+    }
     if (warp == warps - 1) {
         uint32_t sum = 0;
         for (uint32_t base = 0; base < at.experts; base += device::kWarpSize) {
@@ -165,18 +192,6 @@ UCCL_EP_DEVICE void ll_place_rows(const LowLatencyDispatchParameters &p, const L
             if (expert < at.experts) at.begin[expert] = static_cast<int32_t>(sum + below);
             sum += total;
         }
-    }
-    if (warp < at.chunks) {
-        const uint32_t topk = p.shape.num_topk, blocks = device::num_blocks(), block = device::block_index();
-        ll_walk_chunk(p, warp, at.chunks, at.before + warp * at.keys,
-                      [&](uint32_t entry, int32_t expert, int32_t place, int32_t row) {
-                          const uint32_t token = entry / topk;
-                          if (token % blocks != block) return;
-                          const uint32_t mine = token / blocks * topk + entry % topk;
-                          at.expert[mine] = expert;
-                          at.place[mine] = place;
-                          at.row[mine] = row;
-                      });
     }
     device::sync_block();
 }
@@ -337,8 +352,8 @@ UCCL_EP_DEVICE bool ll_wait_room(const Group &group, SignalKind credit, SignalKi
     return layout.has_remote ? sync_grid(group) : device::sync_block_all(ok);
 }
 
-UCCL_EP_KERNEL(uccl_ep_ll_dispatch_send, LowLatencyDispatchParameters) {
-    const LowLatencyDispatchParameters &p = parameters;
+// The send half. The whole grid.
+UCCL_EP_DEVICE void ll_dispatch_send(const LowLatencyDispatchParameters &p) {
     const Group &group = p.group;
     const Layout &layout = group.layout;
     const uint32_t ranks = group.num_ranks(), local_experts = p.shape.num_experts / ranks;
@@ -388,7 +403,7 @@ UCCL_EP_KERNEL(uccl_ep_ll_dispatch_send, LowLatencyDispatchParameters) {
                                static_cast<uint32_t>(placing.begin[rank * local_experts]), p.shape.payload_type}};
         }
         device::sync_warp();
-        if (device::lane() == 0 && rank != group.rank) {
+        if (device::lane() == 0) {
             uint64_t ticket = 0;
             ll_send(group, rank, SignalKind::kLowLatencyDispatch,
                     layout.has_remote ? layout.ll_dispatch_outbox(parity, rank) : 0,
@@ -570,8 +585,8 @@ UCCL_EP_DEVICE void ll_expand_row(const LowLatencyDispatchParameters &p, const L
     }
 }
 
-UCCL_EP_KERNEL(uccl_ep_ll_dispatch_receive, LowLatencyDispatchParameters) {
-    const LowLatencyDispatchParameters &p = parameters;
+// The receive half. The whole grid.
+UCCL_EP_DEVICE void ll_dispatch_receive(const LowLatencyDispatchParameters &p) {
     const Group &group = p.group;
     const Layout &layout = group.layout;
     const LowLatencyShape &shape = p.shape;
@@ -583,7 +598,8 @@ UCCL_EP_KERNEL(uccl_ep_ll_dispatch_receive, LowLatencyDispatchParameters) {
     const auto masked = [&](uint32_t rank) { return p.masked != nullptr && p.masked[rank] != 0; };
     const LowLatencyArrivals arrivals =
         LowLatencyArrivals::in(device::shared_memory(), shape.num_experts, ranks, warps, shape.num_topk);
-    // My own message never left: where I wrote it is where it is read.
+    // My own message never left: where I wrote it is where it is read. It has a signal all the same, since other
+    // blocks of this launch may be writing it.
     const auto message_of = [&](uint32_t source) -> const uint8_t * {
         return group.data + layout.ll_dispatch_inbox(parity, source);
     };
@@ -592,8 +608,8 @@ UCCL_EP_KERNEL(uccl_ep_ll_dispatch_receive, LowLatencyDispatchParameters) {
         const uint32_t source = (group.rank + i) % ranks;
         if (device::lane() != 0) continue;
         const auto *header = reinterpret_cast<const MessageHeader *>(message_of(source));
-        if (source != group.rank && !masked(source)) {
-            const bool timed = p.wait_cost != nullptr && device::block_index() == 0;
+        if (!masked(source)) {
+            const bool timed = p.wait_cost != nullptr && device::block_index() == 0 && source != group.rank;
             const uint64_t start = timed ? device::now_ns() : 0;
             const uint32_t signal = layout.signal_index(SignalKind::kLowLatencyDispatch, source, 0);
             ok = ok &&
@@ -648,6 +664,17 @@ UCCL_EP_KERNEL(uccl_ep_ll_dispatch_receive, LowLatencyDispatchParameters) {
                      Phase::kLowLatencyDispatchReceive);
     }
     if (thread == 0) *received = number;
+}
+
+UCCL_EP_KERNEL(uccl_ep_ll_dispatch_send, LowLatencyDispatchParameters) { ll_dispatch_send(parameters); }
+
+UCCL_EP_KERNEL(uccl_ep_ll_dispatch_receive, LowLatencyDispatchParameters) { ll_dispatch_receive(parameters); }
+
+// Both halves at once, for a caller who waits anyhow.
+UCCL_EP_KERNEL(uccl_ep_ll_dispatch, LowLatencyDispatchParameters) {
+    ll_dispatch_send(parameters);
+    device::sync_block();  // the halves share the block's memory
+    ll_dispatch_receive(parameters);
 }
 
 }  // namespace uccl_ep

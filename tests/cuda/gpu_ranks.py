@@ -267,7 +267,7 @@ def bench_deepep(rank: int, num_ranks: int, device: str, iterations: int) -> lis
 
     group = dist.new_group(backend="nccl")
     hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(128, 7168, num_ranks, 288)
-    buffer = deep_ep.Buffer(group, 2 << 30, hint, low_latency_mode=True, num_qps_per_rank=288 // num_ranks)
+    buffer = deep_ep.Buffer(group, 1 << 30, hint, low_latency_mode=True, num_qps_per_rank=288 // num_ranks)
     deep_ep.Buffer.set_num_sms(24)
     torch.manual_seed(rank)
     table = Table(dist.group.WORLD, iterations, num_ranks)
