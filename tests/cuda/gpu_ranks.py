@@ -194,7 +194,9 @@ class Table:
         self.add(case, "graph replay", value, baseline, base[1])
 
 
-def bench(rank: int, num_ranks: int, device: str, options: dict[str, Any], iterations: int) -> list[dict[str, Any]]:
+def bench(
+    rank: int, num_ranks: int, device: str, options: dict[str, Any], iterations: int, only: str = ""
+) -> list[dict[str, Any]]:
     from uccl_ep import Buffer
 
     group = dist.group.WORLD
@@ -234,7 +236,7 @@ def bench(rank: int, num_ranks: int, device: str, options: dict[str, Any], itera
     scales = torch.rand(tokens, hidden // 128, device=device)
     table.time("HT dispatch fp8, cached", lambda: buffer.dispatch((x8, scales), handle=handle))
 
-    for tokens in (1, 16, 128):
+    for tokens in () if only == "HT" else (1, 16, 128):
         experts = 288
         x = torch.randn(tokens, hidden, device=device).bfloat16()
         idx = torch.stack([torch.randperm(experts)[:topk] for _ in range(tokens)]).to(device)
@@ -319,7 +321,7 @@ def main_of_rank(rank: int, arguments: argparse.Namespace, store: str, results: 
     if arguments.what == "check":
         check(rank, arguments.ranks, device, options)
     else:
-        records = bench(rank, arguments.ranks, device, options, arguments.iterations)
+        records = bench(rank, arguments.ranks, device, options, arguments.iterations, arguments.only)
         if arguments.deepep:
             records += bench_deepep(rank, arguments.ranks, device, arguments.iterations)
         if rank == 0:
@@ -343,6 +345,7 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--option", action="append", default=[], help="name=value, an option of the buffer")
     parser.add_argument("--json")
+    parser.add_argument("--only", choices=("", "HT"), default="", help="the high-throughput cases alone")
     parser.add_argument("--deepep", action="store_true", help="time DeepEP too, in the same run")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
