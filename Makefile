@@ -27,24 +27,26 @@ help:  ## list the targets
 $(VENV)/.environment: pyproject.toml constraints.txt .ci/prepare
 	@.ci/prepare "$(PYTHON)"
 	@test -x $(BIN)/python && $(BIN)/python -c 'import pip' 2>/dev/null || "$(PYTHON)" -m venv $(VENV)
-	@echo "preparing $(VENV) (torch is the largest part of it) ..."
 	@$(BIN)/python -c 'import tomllib' 2>/dev/null || $(PIP) tomli
 	@$(BIN)/python .ci/requirements.py build-system dependencies test > $(VENV)/requirements.txt
-	@$(PIP) -r $(VENV)/requirements.txt cmake ninja
+	@.ci/step "installing torch and the tools to build and test into $(VENV): 1 to 10 minutes, as quick as the network" \
+	    $(PIP) -r $(VENV)/requirements.txt cmake ninja
 	@touch $@
 
 # The package, editable: Python sources act at once, native ones are compiled again when they change.
 $(VENV)/.installed: $(VENV)/.environment $(NATIVE_SOURCES) plugins.toml
-	@echo "compiling uccl_ep ..."
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation --no-deps -e . -C 'cmake.define.UCCL_EP_HOST_LANES=$(HOST_LANES)'
+	@PATH="$(CURDIR)/$(BIN):$$PATH" .ci/step "compiling uccl_ep for lanes $(HOST_LANES): about 2 minutes on two cores" \
+	    $(PIP) --no-build-isolation --no-deps -e . -C 'cmake.define.UCCL_EP_HOST_LANES=$(HOST_LANES)'
 	@touch $@
 
 install: $(VENV)/.installed  ## make .venv and install uccl_ep into it
 
 demo: $(VENV)/.installed  ## dispatch and combine between 4 processes, checked and timed, on this machine
+	@echo "running the demo: less than a minute"
 	@$(BIN)/python -m uccl_ep.demo
 
 test: $(VENV)/.installed  ## the tests
+	@echo "running the tests: about 8 minutes on two cores"
 	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) $(TESTS)
 
 test-full: $(VENV)/.installed  ## the tests with every seed and the long runs

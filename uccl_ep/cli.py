@@ -21,7 +21,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Expert-parallel dispatch and combine over any GPU and any NIC, or none.\n\n"
-    "Start with `uccl-ep info`: it lists what this machine can use, and for everything else why not "
+    "Start with uccl-ep info: it lists what this machine can use, and for everything else why not "
     "and what to do about it.",
 )
 bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -56,7 +56,7 @@ def info(
 ) -> None:
     """Show versions, backends, transports, what would be chosen and why, and every setting with its origin.
 
-    Exits with status 0 also where nothing can be used: saying so is its work.
+    Exits with status 1 where the backend or the transport that is asked for cannot be used.
     """
     from .info import collect
     from .info_view import show
@@ -68,6 +68,8 @@ def info(
     else:
         console = Console()
         show(facts, console if console.is_terminal else Console(width=140), every_option=every_option)
+    if any(choice["name"] is None for choice in facts["chosen"].values()):
+        raise typer.Exit(1)
 
 
 def parse_options(items: list[str]) -> dict[str, str]:

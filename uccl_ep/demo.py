@@ -23,6 +23,7 @@ from rich.table import Table
 from .bench.records import machine
 from .bench.spawn import run_ranks
 from .bench.workload import Case
+from .plain_text import plain
 
 RANKS = 4
 TOPOLOGIES = {"two domains of 2": 2, "one domain of 4": 0}
@@ -189,7 +190,7 @@ def plot(path: Path, results: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=plain(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--checks", type=int, default=3, help="checked passes per mode, each with other data (default 3)"
     )

@@ -66,7 +66,7 @@ def _show_plugins(title: str, plugins: list[Facts], console: Console) -> None:
                 escape(f"repair or remove {plugin['distribution']}"),
             )
         for device in plugin["devices"]:
-            details = ", ".join(f"{key} {value}" for key, value in device["details"].items())
+            details = _phrase(device["details"], " ")
             why = device["reason"] + (f" ({details})" if details else "")
             usable = "[green]yes[/]" if device["usable"] else "[yellow]no[/]"
             table.add_row(name, escape(device["name"]), usable, escape(why), escape(device["remedy"]))
@@ -93,8 +93,7 @@ def _show_capabilities(transports: list[Facts], console: Console) -> None:
     table.add_row("[bold]ordering plan[/]", *(f"[bold]{plugin['plan']['name'] or 'none'}[/]" for plugin in opened))
     console.print(table)
     for plugin in opened:
-        words = ", ".join(f"{key}: {_word(value)}" for key, value in plugin["describe"].items())
-        console.print(f"  {escape(plugin['name'])}: {escape(words)}", highlight=False)
+        console.print(f"  {escape(plugin['name'])}: {escape(_phrase(plugin['describe'], ': '))}", highlight=False)
 
 
 def _show_configuration(settings: list[Facts], console: Console) -> None:
@@ -107,9 +106,18 @@ def _show_configuration(settings: list[Facts], console: Console) -> None:
     console.print(table)
 
 
+def _phrase(facts: Facts, between: str) -> str:
+    """Names and values in a line; what is nested stands in brackets."""
+    return ", ".join(f"{name.replace('_', ' ')}{between}{_word(value)}" for name, value in facts.items())
+
+
 def _word(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if value is None:
+        return "none"
+    if isinstance(value, dict):
+        return f"({_phrase(value, ' ')})"
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(str, value))
+        return ", ".join(map(_word, value)) or "none"
     return '""' if value == "" else str(value)

@@ -15,8 +15,13 @@ TRUE_WORDS = ("1", "true", "yes", "on")
 FALSE_WORDS = ("0", "false", "no", "off")
 
 
+LEAST_LIKENESS = 1.2
+"""Of 2: below, a word is no slip of the pen for another (``smh`` and ``shm`` have 1.7, ``foo`` and ``libfabric`` 0.3,
+``cpu`` and ``cuda`` 1.1)."""
+
+
 def nearest(word: str, valid: Iterable[str]) -> str:
-    """The valid word that looks most like ``word``; "" where there is none at all."""
+    """The valid word that looks most like ``word``; "" where none looks like it."""
     wanted = word.lower()
 
     def likeness(candidate: str) -> float:
@@ -24,16 +29,20 @@ def nearest(word: str, valid: Iterable[str]) -> str:
         pairs = ((wanted, candidate.lower()), (sorted(wanted), sorted(candidate.lower())))
         return sum(difflib.SequenceMatcher(None, one, other).ratio() for one, other in pairs)
 
-    return max(sorted(valid), key=likeness, default="")
+    best = max(sorted(valid), key=likeness, default="")
+    return best if best and likeness(best) >= LEAST_LIKENESS else ""
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
-    """Words for an error message: the nearest valid word, and all of them where they are few."""
+    """Words for an error message: the nearest valid word, and all of them where they are few or none is near."""
     words = sorted(set(valid))
     if not words:
         return "there is none"
+    likely = nearest(word, words)
+    if not likely:
+        return f"valid are {', '.join(words)}"
     listing = f" (valid: {', '.join(words)})" if len(words) <= 24 else ""
-    return f"did you mean {nearest(word, words)!r}?{listing}"
+    return f"did you mean {likely!r}?{listing}"
 
 
 def _expected(option: Option) -> str:

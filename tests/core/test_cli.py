@@ -73,6 +73,22 @@ def test_info_shows_broken_and_unusable_plugins(install: Install) -> None:
     assert facts["chosen"]["transport"]["name"] == "shm"
 
 
+def test_info_is_for_people_and_tells_by_its_status() -> None:
+    done = run("info", "--option", "sim.profile=iwarp", "--transport", "sim")
+    assert done.returncode == 0, done.stderr
+    assert "{" not in done.stdout and "None" not in done.stdout and "True" not in done.stdout
+    done = run("info", "--transport", "sim", "--gpu-backend", "cuda")
+    if _importable("torch.cuda") and collect({"gpu_backend": "cuda"})["chosen"]["gpu_backend"]["name"] is None:
+        assert done.returncode == 1 and "none can be used" in done.stdout
+        assert "transport: sim" in done.stdout  # all else is shown as ever
+
+
+def test_only_near_words_are_suggested() -> None:
+    done = run("info", "--transport", "foo")
+    assert done.returncode == 2
+    assert "did you mean" not in done.stderr and "shm" in done.stderr and "libfabric" in done.stderr
+
+
 def test_error_is_one_message_without_traceback() -> None:
     done = run("info", "--transport", "smh")
     assert done.returncode == 2
@@ -105,6 +121,7 @@ def test_every_command_that_is_listed_has_help(arguments: tuple[str, ...]) -> No
     done = run(*arguments, "--help")
     assert done.returncode == 0, done.stderr
     assert f"usage: uccl-ep {' '.join(arguments)}" in done.stdout.replace("Usage:", "usage:")
+    assert "`" not in done.stdout
 
 
 def _importable(module: str) -> bool:

@@ -105,3 +105,12 @@ def test_every_environment_variable_in_the_sources_is_an_option() -> None:
     }
     strangers = {(path, name) for path, name in read if name not in known and not name.startswith("UCCL_EP_BUILD_")}
     assert strangers == set()
+
+
+def test_long_steps_of_make_say_how_it_goes() -> None:
+    step = str(Path(__file__).parents[2] / ".ci" / "step")
+    done = subprocess.run([step, "counting: a moment", "echo", "counted"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[0] == "counting: a moment" and "counted" in done.stdout and "done in" in done.stdout
+    done = subprocess.run([step, "failing", "sh", "-c", "exit 3"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3 and "failed after" in done.stderr

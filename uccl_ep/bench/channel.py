@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from uccl_ep_core import _native
 
+from ..plain_text import plain
 from .records import Record, plot, show, write_json
 
 UNIT = "M commands/s"
@@ -148,7 +149,7 @@ def slower_than(records: Sequence[Record], floor: float) -> list[Record]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=plain(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="rounds of each case (default 7)")
     parser.add_argument("--laps", type=int, default=100, help="fills of the ring in a round (default 100)")
     parser.add_argument("--require", type=float, default=0.0, metavar="RATE",

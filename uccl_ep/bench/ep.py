@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from ..plain_text import plain
 from .records import Record, plot, show, write_json
 from .spawn import run_ranks, under_torchrun
 from .workload import Case
@@ -160,7 +161,7 @@ def run(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=plain(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=["low-latency", "high-throughput", "both"], default="both")
     parser.add_argument("--ranks", type=int, default=4, help="processes to start (default 4; not under torchrun)")
     parser.add_argument("--domain-size", type=int, default=0, help="ranks per scale-up domain (default: all in one)")

@@ -19,6 +19,7 @@ from typing import Any
 from uccl_ep_core import _native, registry, shared_memory
 from uccl_ep_core.transport import Memory
 
+from ..plain_text import plain
 from .records import Record, plot, show, write_json
 
 CONNECT_S = 60.0
@@ -183,7 +184,7 @@ def run(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=plain(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=41, help="rounds of each case (default 41)")
     parser.add_argument("--writes", type=int, default=4096, help="writes of a round (default 4096)")
     parser.add_argument("--json", metavar="FILE", help="write the records to FILE")

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from ..plain_text import plain
 from .records import Record, show, write_json
 from .spawn import run_ranks
 
@@ -212,7 +213,7 @@ def _validated(transport: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=plain(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transport", required=True, help="the transport's name, e.g. libfabric")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an option; repeatable")
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds of each size (default 7)")

@@ -35,7 +35,7 @@ USAGE = """\
 usage: uccl-ep run SCRIPT [ARGUMENT ...]
        uccl-ep run -m MODULE [ARGUMENT ...]
 
-Run a Python program in which `import deep_ep` finds uccl_ep, in its child processes too, for example
+Run a Python program in which "import deep_ep" finds uccl_ep, in its child processes too, for example
 
     uccl-ep run -m torch.distributed.run --nproc-per-node 8 train.py
 """
