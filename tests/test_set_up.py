@@ -10,7 +10,7 @@ import pytest
 
 import fault_cases
 from ranks import Context, RankPool
-from uccl_ep import communicator, roll_call
+from uccl_ep import connection, roll_call
 from uccl_ep_core.errors import PeerFailure
 
 SOON_S = 5.0  # for a death of this host to be seen, on a machine that is busy; the limit is 60 s
@@ -31,7 +31,7 @@ def die(*_: Any) -> None:
 def one_rank_ends(ctx: Context, who: int, step: str) -> dict[str, Any]:
     ctx.barrier()
     if ctx.rank == who:
-        setattr(communicator.Communicator, step, die)
+        setattr(connection.Connection, step, die)
     started = time.monotonic()
     try:
         ctx.new_buffer()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -19,6 +17,8 @@ from uccl_ep_core.kernel_parameters import (
 )
 
 from .communicator import Communicator
+from .low_latency_grid import dispatch_grid, full_grid
+from .low_latency_results import LIVE_RESULTS, HandleState, LowLatencyHandle, Results
 from .tensors import (
     REDUCIBLE,
     check_expert_rows,
@@ -34,60 +34,8 @@ from .tensors import (
 )
 
 SCALE_GROUP = 128  # elements that share a scale
-WARPS_PER_BLOCK = 12
 MOST_TOKENS = (1 << 16) - 1  # sum_below of core/kernels/ll_dispatch.hpp adds 16-bit counts
-LIVE_RESULTS = 2  # results that are valid at the same time: one a parity
 QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
-
-
-class LowLatencyHandle(tuple[Any, ...]):
-    """What a low-latency dispatch decided. Opaque, but unpacks as DeepEP's does:
-    ``(source_index, layout_range, max_tokens, hidden, num_experts)``, where ``layout_range`` is int64
-    [local experts, num_ranks] of ``begin << 32 | count``.
-
-    Valid until the second dispatch after the one that made it.
-    """
-
-    state: _HandleState
-
-    @classmethod
-    def of(cls, state: _HandleState) -> LowLatencyHandle:
-        shape = state.shape
-        handle = cls((state.source_index, state.layout_range, shape.max_tokens, shape.hidden, shape.num_experts))
-        handle.state = state
-        return handle
-
-
-@dataclasses.dataclass(eq=False)
-class _HandleState:
-    owner: weakref.ref[LowLatency]
-    generation: int
-    shape: LowLatencyShape
-    dtype: torch.dtype
-    num_tokens: int
-    topk_idx: torch.Tensor
-    combine_row: torch.Tensor
-    own_row: torch.Tensor
-    source_index: torch.Tensor
-    begin: torch.Tensor
-    count: torch.Tensor
-    combine_base: torch.Tensor
-    rows_before: torch.Tensor
-    rows_home: torch.Tensor
-    layout_range: torch.Tensor
-
-
-class _Results:
-    """The receive buffers of one parity; kept as long as the shape stays."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, torch.Tensor] = {}
-
-    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, communicator: Communicator) -> torch.Tensor:
-        tensor = self._kept.get(name)
-        if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
-            tensor = self._kept[name] = communicator.backend.empty(shape, dtype)
-        return tensor
 
 
 class LowLatency:
@@ -96,8 +44,8 @@ class LowLatency:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._generation = 0
-        self._results = (_Results(), _Results())
-        self._combine_buffers = (_Results(), _Results())
+        self._results = (Results(), Results())
+        self._combine_buffers = (Results(), Results())
         # Receive halves that were not run yet, in order: messages are taken in the order they were sent.
         self._pending: collections.deque[tuple[str, int, Callable[[], None]]] = collections.deque()
         self._sent = {"dispatch": 0, "combine": 0}
@@ -203,18 +151,20 @@ class LowLatency:
         local_experts, rows = num_experts // ranks, ranks * max_tokens
         results, empty = self._results[self._generation % LIVE_RESULTS], communicator.backend.empty
         wire_dtype = torch.float8_e4m3fn if quantization else x.dtype
-        receive_x = results.get("x", (local_experts, rows, hidden), wire_dtype, communicator)
+        receive_x = results.get("x", (local_experts, rows, hidden), wire_dtype, communicator.backend)
         receive_scales = None
         if quantization == Quantization.FLOAT8_EXPONENT:
-            receive_scales = results.get("scales", (local_experts, -(-groups // 4), rows), torch.int32, communicator)
+            receive_scales = results.get(
+                "scales", (local_experts, -(-groups // 4), rows), torch.int32, communicator.backend
+            )
         elif quantization:
-            receive_scales = results.get("scales", (local_experts, groups, rows), torch.float32, communicator)
+            receive_scales = results.get("scales", (local_experts, groups, rows), torch.float32, communicator.backend)
         count = empty((local_experts,), torch.int32)
         pairs = local_experts * ranks
         begin, counts, rows_before, combine_base, rows_home = torch.split(
             empty((3 * pairs + 2 * ranks,), torch.int32), [pairs, pairs, pairs, ranks, ranks]
         )
-        state = _HandleState(
+        state = HandleState(
             owner=weakref.ref(self),
             generation=self._generation,
             shape=LowLatencyShape(
@@ -232,7 +182,7 @@ class LowLatency:
             topk_idx=topk_idx.clone(),
             combine_row=empty((num_tokens, num_topk), torch.int32),
             own_row=empty((num_tokens, num_topk), torch.int32),
-            source_index=results.get("source", (local_experts, rows), torch.int32, communicator),
+            source_index=results.get("source", (local_experts, rows), torch.int32, communicator.backend),
             begin=begin,
             count=counts,
             combine_base=combine_base,
@@ -240,7 +190,7 @@ class LowLatency:
             rows_home=rows_home,
             layout_range=empty((local_experts, ranks), torch.int64),
         )
-        grid, num_chunks, shared_bytes = self._dispatch_grid(num_tokens, num_topk, num_experts)
+        grid, num_chunks, shared_bytes = dispatch_grid(communicator, num_tokens, num_topk, num_experts)
         parameters = LowLatencyDispatchParameters(
             group=communicator.group_struct(),
             shape=state.shape,
@@ -297,34 +247,9 @@ class LowLatency:
                 "is needed"
             )
 
-    def _grid(self) -> dict[str, int]:
-        """All blocks that run at once."""
-        limits = self._communicator.backend.limits
-        warps = 1 if limits.warp_size == 1 else min(WARPS_PER_BLOCK, limits.max_warps_per_block)
-        return {"num_blocks": limits.max_blocks, "warps": warps}
-
-    def _dispatch_grid(self, num_tokens: int, num_topk: int, num_experts: int) -> tuple[dict[str, int], int, int]:
-        """The grid of the send half, the runs of tokens that its warps place, and its bytes of shared memory.
-
-        Raises:
-            ArgumentError: the device has too little shared memory for so many experts.
-        """
-        grid, limits = self._grid(), self._communicator.backend.limits
-        keys = num_experts + self._communicator.num_ranks
-        entries = -(-num_tokens // grid["num_blocks"]) * num_topk
-        # LowLatencyPlacing of core/kernels/ll_dispatch.hpp
-        fixed = 4 * (keys + num_experts + 4 * entries)
-        num_chunks = min(grid["warps"], (limits.max_shared_bytes - fixed) // (2 * keys))
-        if num_chunks < 1:
-            raise ArgumentError(
-                f"{num_experts} experts and {num_tokens} tokens need {fixed + 2 * keys} bytes of shared memory, and a "
-                f"block has {limits.max_shared_bytes}: use dispatch(), or fewer tokens"
-            )
-        return grid, num_chunks, fixed + 2 * keys * num_chunks
-
     # ---- combine ----
 
-    def check_handle(self, handle: object) -> _HandleState:
+    def check_handle(self, handle: object) -> HandleState:
         """The state behind a handle of this mode that has not expired.
 
         Raises:
@@ -442,7 +367,7 @@ class LowLatency:
             out=pointer(out),
             wait_cost=pointer(wait_cost),
         )
-        grid = self._grid()
+        grid = full_grid(communicator)
         keep = (x, topk_weights, out, wait_cost, state)
         terms_bytes = 16 * grid["warps"] * shape.num_topk  # WeightedRow of core/kernels/ll_combine.hpp
 
@@ -463,4 +388,6 @@ class LowLatency:
         state = self.check_handle(handle)
         ranks, shape = self._communicator.num_ranks, state.shape
         size = (shape.num_experts // ranks, ranks * shape.max_tokens, shape.hidden)
-        return self._combine_buffers[state.generation % LIVE_RESULTS].get("x", size, state.dtype, self._communicator)
+        return self._combine_buffers[state.generation % LIVE_RESULTS].get(
+            "x", size, state.dtype, self._communicator.backend
+        )

@@ -1,4 +1,4 @@
-// What the kernels are given: one plain struct a kernel, filled by uccl_ep/communicator.py through the
+// What the kernels are given: one plain struct a kernel, filled by uccl_ep/*.py through the
 // bindings, copied by value at launch. Pointers are device addresses.
 #pragma once
 

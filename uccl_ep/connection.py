@@ -1,0 +1,343 @@
+"""The set-up of a group: domains, windows, a transport, and proxies that serve it."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from uccl_ep_core import _native, ordering
+from uccl_ep_core.config import Configuration
+from uccl_ep_core.errors import BufferClosedError, CapabilityError, ConfigurationError, EPError
+from uccl_ep_core.gpu_backend import Window
+
+from .bootstrap import Bootstrap, together
+from .domains import ranks_per_domain, reachable_ranks
+from .low_latency_capacity import LowLatencyCapacity
+from .resources import Resources
+
+logger = logging.getLogger("uccl_ep")
+
+RINGS_PER_PROXY = 4
+HOST_SLOT_BYTES = 128 << 10  # stays in the caches
+GPU_SLOT_BYTES = 256 << 10  # a slot costs some microseconds of signals, whatever it holds
+MOST_CHANNELS = 48  # chosen automatically; more bring no bandwidth, and each has its own slots
+DEFAULT_LIMIT_S = 300.0  # as plugins.toml has it
+COUNTER_KINDS = 15  # Counter::kCount of core/kernels/counters.hpp
+
+
+def _boot_identity() -> str:
+    """The same for two processes of one boot of one host: those can at least try shared memory."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def set_up_limit_s(overrides: Mapping[str, Any] | None) -> float:
+    """How long a set-up waits for a rank: ``timeout_s``, where the configuration is sound enough to say it."""
+    try:
+        return float(Configuration.resolve(overrides).general.timeout_s)
+    except EPError:
+        return DEFAULT_LIMIT_S  # every rank hears of the error in the first step of the set-up
+
+
+class Connection:
+    """The ranks of one group, connected; `Communicator` uses them.
+
+    Collective: every rank of the group constructs it, with equal options. A failure on one rank raises
+    on all.
+
+    Args:
+        bootstrap: the group.
+        torch_device: where the caller's tensors are; chooses the GPU backend where none is named.
+        low_latency_bytes: size of the low-latency part, as from `LowLatencyCapacity.hint`; 0: none.
+        overrides: configuration given in the call (highest precedence).
+        equal: further arguments that every rank must give alike, by name.
+        shrink: a rank that is gone ends only what waits for it, see `LowLatency.mask`.
+    """
+
+    def __init__(
+        self,
+        bootstrap: Bootstrap,
+        torch_device: torch.device,
+        low_latency_bytes: int = 0,
+        overrides: Mapping[str, Any] | None = None,
+        equal: Mapping[str, Any] | None = None,
+        shrink: bool = False,
+    ) -> None:
+        self.bootstrap = bootstrap
+        self.rank = bootstrap.rank
+        self.num_ranks = bootstrap.num_ranks
+        self._failure: EPError | None = None
+        self._closed = False
+        self._operation = 0
+        self._calls: dict[str, int] = {}
+        self._shrink = shrink
+        resources = self._resources = Resources()
+        resources.rank = self.rank
+        self._finalizer = weakref.finalize(self, resources.close)
+        try:
+            bootstrap.start(set_up_limit_s(overrides))
+            self._set_up(torch_device, low_latency_bytes, overrides, equal or {})
+        except BaseException:
+            self._finalizer()
+            raise
+        finally:
+            bootstrap.finish()
+
+    # ---- set-up ----
+
+    def _set_up(
+        self,
+        torch_device: torch.device,
+        low_latency_bytes: int,
+        overrides: Mapping[str, Any] | None,
+        equal: Mapping[str, Any],
+    ) -> None:
+        bootstrap, resources = self.bootstrap, self._resources
+
+        def configure() -> Any:
+            if self.num_ranks > _native.MAX_RANKS:
+                raise CapabilityError(f"{self.num_ranks} ranks: at most {_native.MAX_RANKS} are supported")
+            configuration = Configuration.resolve(overrides)
+            selection = configuration.select_gpu_backend(torch_device)
+            return configuration, selection, selection.plugin.open(selection.device, selection.options)
+
+        self.configuration, self._backend_selection, self.backend = together(
+            bootstrap, "opening the GPU backend", configure
+        )
+        resources.backend = self.backend
+        general = self.general = self.configuration.general
+        logger.setLevel(general.log_level.upper())
+        self._agree_on_options({"num_rdma_bytes": low_latency_bytes, **equal})
+        self.slot_bytes = general.slot_bytes or (
+            HOST_SLOT_BYTES if self.backend.torch_device.type == "cpu" else GPU_SLOT_BYTES
+        )
+        self._one_host = len(set(bootstrap.all_gather(_boot_identity(), "comparing hosts"))) == 1
+        self.reachable = reachable_ranks(bootstrap, self.backend)
+        self.ranks_per_domain = ranks_per_domain(self.reachable, general.domain_size)
+        self.num_domains = self.num_ranks // self.ranks_per_domain
+        first = self.rank // self.ranks_per_domain * self.ranks_per_domain
+        self.domain_ranks = range(first, first + self.ranks_per_domain)
+        remote = [rank for rank in range(self.num_ranks) if rank not in self.domain_ranks]
+        wanted = general.num_channels or self._automatic_channels()
+        self.num_channels = min(bootstrap.all_gather(wanted, "agreeing on channels"))
+
+        if remote or general.transport != "auto":  # a named transport must be usable, needed or not
+            together(bootstrap, "opening the transport", self._open_transport)
+        self.capacity = LowLatencyCapacity.of(low_latency_bytes, self.num_ranks, remote=bool(remote))
+        self.layout = _native.Layout(
+            num_ranks=self.num_ranks,
+            ranks_per_domain=self.ranks_per_domain,
+            num_channels=self.num_channels,
+            num_slots=general.num_slots,
+            slot_bytes=self.slot_bytes,
+            ll_dispatch_bytes=self.capacity.dispatch_bytes,
+            ll_combine_bytes=self.capacity.combine_bytes,
+            ll_outbox_bytes=self.capacity.outbox_bytes,
+            has_remote=bool(remote),
+        )
+        together(bootstrap, "allocating windows", lambda: self._allocate(bool(remote)))
+        peers = bootstrap.all_gather(
+            (
+                self.backend.export_window(self.data),
+                self.backend.export_window(self.control),
+                _native.PeerMonitor.identity(),
+            ),
+            "exchanging windows",
+        )
+        together(bootstrap, "importing windows of the scale-up domain", lambda: self._import(peers))
+        identities = {rank: identity for rank, (_, _, identity) in enumerate(peers) if rank != self.rank}
+        self.verdicts = resources.verdicts = _native.Verdicts(
+            self.rank,
+            self.layout,
+            self.control.memory.pointer,
+            {
+                rank: window.memory.pointer
+                for rank, window in enumerate(self._peer_control)
+                if window is not None and rank != self.rank
+            },
+            self._shrink,
+        )
+        if remote:
+            addresses = bootstrap.all_gather(
+                together(bootstrap, "registering windows with the transport", self._register),
+                "exchanging addresses of the transport",
+            )
+            together(bootstrap, "connecting the transport", lambda: self._connect(addresses, remote))
+        self._monitor = resources.monitor = _native.PeerMonitor(
+            self.verdicts, identities, min(5.0, max(general.timeout_s, 0.05))
+        )
+        self._monitor.start()
+        together(bootstrap, "starting", lambda: None)  # nobody writes before all are ready
+        logger.info("rank %d of %d: %s", self.rank, self.num_ranks, self.describe())
+
+    def _agree_on_options(self, arguments: Mapping[str, Any]) -> None:
+        general = self.general
+        mine = {
+            "slot_bytes": general.slot_bytes,
+            "num_slots": general.num_slots,
+            "num_proxies": general.num_proxies,
+            "domain_size": general.domain_size,
+            "gpu_backend": self._backend_selection.name,
+            "transport": general.transport,
+            "plan": general.plan,
+            **arguments,
+        }
+        everyone = self.bootstrap.all_gather(mine, "agreeing on options")
+        for name in mine:
+            values = [other[name] for other in everyone]
+            if any(value != values[0] for value in values):
+                odd = next(rank for rank, value in enumerate(values) if value != values[0])
+                raise ConfigurationError(
+                    f"{name} differs between ranks: {values[0]!r} on rank 0, {values[odd]!r} on rank {odd}; "
+                    "give every rank the same value"
+                )
+
+    @property
+    def dispatch_roles(self) -> int:
+        """Teams that one channel of a high-throughput dispatch needs, as core/kernels/dispatch.hpp counts them."""
+        return (self.num_ranks - 1) + (self.ranks_per_domain - 1) + 2 * (self.num_domains - 1) + 1
+
+    def _automatic_channels(self) -> int:
+        """As many channels as have a block for each role, or where there is none for each, a warp."""
+        limits, roles = self.backend.limits, self.dispatch_roles
+        blocks = roles if roles <= limits.max_blocks else -(-roles // limits.max_warps_per_block)
+        return max(1, min(MOST_CHANNELS, limits.max_blocks // blocks))
+
+    def _open_transport(self) -> None:
+        self._transport_selection = selection = self.configuration.select_transport(one_host=self._one_host)
+        self.transport = self._resources.transport = selection.plugin.open(selection.device, selection.options)
+        capabilities = self.transport.capabilities
+        self.plan = ordering.choose_plan(capabilities, str(selection.options.get("plan", self.general.plan)))
+        if self.general.num_proxies > capabilities.lanes:
+            raise CapabilityError(
+                f"num_proxies = {self.general.num_proxies}: transport {selection.name} has at most "
+                f"{capabilities.lanes} lanes"
+            )
+
+    def _allocate(self, remote: bool) -> None:
+        backend, windows = self.backend, self._resources.windows
+        device_memory = remote and self.transport.capabilities.device_memory
+        data_bytes = self.layout.data_bytes()
+        if data_bytes > _native.MAX_WINDOW_BYTES:
+            raise CapabilityError(
+                f"a data window of {data_bytes} bytes: at most {_native.MAX_WINDOW_BYTES}; use a smaller "
+                "num_rdma_bytes, slot_bytes or num_slots"
+            )
+        self.data = backend.allocate_data_window(data_bytes, for_transport=remote, device_memory=device_memory)
+        windows.append(self.data)
+        self.control = backend.allocate_host_window(self.layout.control_bytes())
+        windows.append(self.control)
+        self._status = backend.allocate_host_window(4096)
+        windows.append(self._status)
+        stride = max(self.num_ranks * self.num_channels, 16)
+        self._counters = backend.allocate_device_memory(COUNTER_KINDS * stride * 8)
+        windows.append(self._counters)
+        self.channel = None
+        self.num_rings = 0
+        self._ring_views = None
+        if remote:
+            self.num_rings = self.general.num_proxies * RINGS_PER_PROXY
+            capacity = self.general.ring_capacity
+            rings = backend.allocate_host_window(_native.Channel.host_bytes(self.num_rings, capacity))
+            windows.append(rings)
+            state = backend.allocate_device_memory(_native.Channel.state_bytes(self.num_rings))
+            windows.append(state)
+            self.channel = _native.Channel(
+                self.num_rings, capacity, rings.memory.pointer, rings.device_pointer, state.device_pointer
+            )
+            views = self.channel.views()
+            self._ring_views = backend.allocate_device_memory(len(views))
+            windows.append(self._ring_views)
+            backend.copy_to_device(self._ring_views, views)
+
+    def _import(self, peers: list[tuple[bytes, bytes, bytes]]) -> None:
+        backend, windows = self.backend, self._resources.windows
+        self._peer_data: list[Window | None] = [None] * self.num_ranks
+        self._peer_control: list[Window | None] = [None] * self.num_ranks
+        for rank in self.domain_ranks:
+            if rank == self.rank:
+                self._peer_data[rank], self._peer_control[rank] = self.data, self.control
+                continue
+            for handle, table in ((peers[rank][0], self._peer_data), (peers[rank][1], self._peer_control)):
+                window = backend.import_window(handle)
+                windows.append(window)
+                table[rank] = window
+        pointers = [0 if window is None else window.device_pointer for window in self._peer_data + self._peer_control]
+        self._pointers = backend.allocate_device_memory(8 * len(pointers))
+        windows.append(self._pointers)
+        backend.copy_to_device(self._pointers, struct.pack(f"<{len(pointers)}Q", *pointers))
+
+    def _register(self) -> bytes:
+        for number, window in enumerate((self.data, self.control)):
+            region = self.transport.register(window.memory)
+            if region != number:
+                raise CapabilityError(
+                    f"transport {self._transport_selection.name} numbered region {number} as {region}: "
+                    "register() must count from 0"
+                )
+        return self.transport.address()
+
+    def _connect(self, addresses: list[bytes], remote: list[int]) -> None:
+        general = self.general
+        timeout_s = float(self._transport_selection.options.get("timeout_s", general.timeout_s))
+        self.transport.connect(self.rank, addresses, remote, general.num_proxies, timeout_s)
+        engine = _native.Engine(
+            self.rank,
+            self.layout,
+            self.data.memory.pointer,
+            self.control.memory.pointer,
+            self.transport.native_ops,
+            self.plan.name,
+            self.transport.capabilities,
+            remote,
+            self.channel,
+            general.num_proxies,
+            self.verdicts,
+            {
+                "timeout_s": general.timeout_s,
+                "max_inflight_peer": general.max_inflight_bytes_per_peer,
+                "max_inflight_nic": general.max_inflight_bytes_per_nic,
+                "pin": general.pin_proxies,
+                "trace": general.trace,
+            },
+        )
+        self._resources.engine = self.engine = engine
+        engine.start()
+
+    # ---- facts ----
+
+    def ensure_open(self) -> None:
+        """Raise when the buffer was destroyed. One that a failure closed still tells about itself."""
+        if self._closed:
+            raise BufferClosedError("this buffer was destroyed: create a new one")
+
+    def describe(self) -> dict[str, Any]:
+        """Which plugins were chosen and why, the ordering plan, and the domains."""
+        self.ensure_open()
+        backend = self._backend_selection
+        result: dict[str, Any] = {
+            "gpu_backend": {"name": backend.name, "reason": backend.reason},
+            "domains": {
+                "num_domains": self.num_domains,
+                "ranks_per_domain": self.ranks_per_domain,
+                "reason": "the ranks that could import each other's memory"
+                + (f", at most {self.general.domain_size}" if self.general.domain_size else ""),
+            },
+        }
+        if self.num_domains > 1:
+            transport = self._transport_selection
+            result["transport"] = {"name": transport.name, "reason": transport.reason, **self.transport.describe()}
+            result["plan"] = {"name": self.plan.name, "reason": self.plan.reason}
+        else:
+            result["transport"] = {"name": None, "reason": "all ranks are in one scale-up domain"}
+            result["plan"] = {"name": None, "reason": "kernels store into peers' memory and release their own signals"}
+        return result

@@ -1,0 +1,67 @@
+"""What a low-latency dispatch leaves to its caller: the handle, and receive buffers that are used in turn."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Any
+
+import torch
+
+from uccl_ep_core.gpu_backend import GpuBackend
+from uccl_ep_core.kernel_parameters import LowLatencyShape
+
+LIVE_RESULTS = 2
+"""Results that are valid at the same time: one a parity."""
+
+
+class LowLatencyHandle(tuple[Any, ...]):
+    """What a low-latency dispatch decided. Opaque, but unpacks as DeepEP's does:
+    ``(source_index, layout_range, max_tokens, hidden, num_experts)``, where ``layout_range`` is int64
+    [local experts, num_ranks] of ``begin << 32 | count``.
+
+    Valid until the second dispatch after the one that made it.
+    """
+
+    state: HandleState
+
+    @classmethod
+    def of(cls, state: HandleState) -> LowLatencyHandle:
+        shape = state.shape
+        handle = cls((state.source_index, state.layout_range, shape.max_tokens, shape.hidden, shape.num_experts))
+        handle.state = state
+        return handle
+
+
+@dataclasses.dataclass(eq=False)
+class HandleState:
+    """What combine needs of a dispatch; tensors as in LowLatencyDispatchParameters of core/kernels/parameters.hpp."""
+
+    owner: weakref.ref[Any]
+    generation: int
+    shape: LowLatencyShape
+    dtype: torch.dtype
+    num_tokens: int
+    topk_idx: torch.Tensor
+    combine_row: torch.Tensor
+    own_row: torch.Tensor
+    source_index: torch.Tensor
+    begin: torch.Tensor
+    count: torch.Tensor
+    combine_base: torch.Tensor
+    rows_before: torch.Tensor
+    rows_home: torch.Tensor
+    layout_range: torch.Tensor
+
+
+class Results:
+    """The receive buffers of one parity; kept as long as the shape stays."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, backend: GpuBackend) -> torch.Tensor:
+        tensor = self._kept.get(name)
+        if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
+            tensor = self._kept[name] = backend.empty(shape, dtype)
+        return tensor

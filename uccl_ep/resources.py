@@ -1,0 +1,82 @@
+"""What a buffer holds, and the order in which it is given back."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from uccl_ep_core.errors import BufferClosedError, EPError
+from uccl_ep_core.gpu_backend import GpuBackend, Window
+from uccl_ep_core.transport import Transport
+
+END_CALLS_S = 10.0  # kernels look at the abort word every few microseconds
+CLOSED = 7  # Reason::kClosed of layout.hpp
+
+
+class Resources:
+    """What must be released, in order, exactly once, also when the process just exits."""
+
+    def __init__(self) -> None:
+        self.windows: list[Window] = []
+        self.transport: Transport | None = None
+        self.engine: Any = None
+        self.monitor: Any = None
+        self.verdicts: Any = None
+        self.backend: GpuBackend | None = None
+        self.rank = 0
+        self.closed = False
+        self.process = os.getpid()
+        self._users: dict[int, int] = {}  # calls in progress by thread
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """While a call needs the windows: `close`, in another thread, waits for its end."""
+        thread = threading.get_ident()
+        with self._changed:
+            if self.closed:
+                raise BufferClosedError("this buffer was destroyed: create a new one")
+            self._users[thread] = self._users.get(thread, 0) + 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._users[thread] -= 1
+                if not self._users[thread]:
+                    del self._users[thread]
+                self._changed.notify_all()
+
+    def _end_calls(self) -> None:
+        """End the calls of other threads: kernels that run would go on in memory that is gone."""
+        with self._changed:
+            self.closed = True
+            others = set(self._users) - {threading.get_ident()}
+            if others and self.verdicts is not None:
+                self.verdicts.report(self.rank, CLOSED, 0)
+            if not self._changed.wait_for(lambda: not set(self._users) - {threading.get_ident()}, END_CALLS_S):
+                raise EPError(f"a call of another thread did not end within {END_CALLS_S} s: its memory is kept")
+
+    def close(self) -> None:
+        if os.getpid() != self.process:
+            return  # a fork holds a copy of the addresses only; threads and peers are its parent's
+        self._end_calls()
+        if self.verdicts is not None:
+            self.verdicts.close()  # peers that still wait for this rank learn that it left on purpose
+            self.verdicts = None
+        if self.engine is not None:
+            self.engine.stop(2.0)
+            self.engine = None
+        if self.monitor is not None:
+            self.monitor.stop()
+            self.monitor = None
+        if self.transport is not None:
+            self.transport.close()
+            self.transport = None
+        while self.windows:
+            self.windows.pop().close()
+        if self.backend is not None:
+            self.backend.close()
+            self.backend = None
