@@ -75,13 +75,13 @@ def enumeration(path: str, name: str) -> dict[str, int]:
 
 
 def test_numbers_that_both_sides_name() -> None:
-    from uccl_ep import connection, failures, resources
     from uccl_ep import communicator as use
+    from uccl_ep import connection, failures, resources
 
     layout = "core/native/include/uccl_ep/layout.hpp"
-    assert connection.COUNTER_KINDS == enumeration("core/kernels/counters.hpp", "Counter")["kCount"]
+    assert enumeration("core/kernels/counters.hpp", "Counter")["kCount"] == connection.COUNTER_KINDS
     reasons = enumeration(layout, "Reason")
-    assert (resources.CLOSED, use.INTERRUPTED) == (reasons["kClosed"], reasons["kInterrupted"])
+    assert (reasons["kClosed"], reasons["kInterrupted"]) == (resources.CLOSED, use.INTERRUPTED)
     assert len(failures.REASONS) == len(reasons)
     assert len(failures.PHASES) == len(enumeration(layout, "Phase"))
     differences = enumeration("core/kernels/parameters.hpp", "Difference")
