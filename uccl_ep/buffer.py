@@ -166,7 +166,11 @@ class Buffer:
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes of ``num_rdma_bytes`` that suffice for these shapes, any dtype up to float32, top-k up to 16."""
+        """Bytes of ``num_rdma_bytes`` that suffice for these shapes, any dtype up to float32, top-k up to 16.
+
+        It covers groups of several domains, whose rows leave from outboxes; ranks of one domain take only the part
+        without them. Less does for a smaller dtype or top-k: a call that does not fit says how much it needs.
+        """
         return LowLatencyCapacity.hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     def get_comm_stream(self) -> Any:
@@ -434,7 +438,8 @@ class Buffer:
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
         """Bring expert outputs home and sum them with their weights.
 
-        Multiplies and adds in float32 in increasing k, and rounds once.
+        Multiplies and adds in float32 in increasing k, and rounds once. All ranks combine the same dispatches in the
+        same order; rows carry no more than themselves, so that is not checked.
 
         Args:
             x: [L, num_ranks * max, hidden] expert outputs, rows as received, of the dtype of dispatch's x.
