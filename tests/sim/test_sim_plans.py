@@ -136,6 +136,36 @@ def test_a_reported_loss_is_an_error_never_a_wrong_result(pool: RankPool, profil
     assert len({result["rank"] for result in results}) == 1, f"ranks blame different culprits: {results}"
 
 
+@pytest.mark.parametrize("profile", ["rc", "srd", "iwarp"])
+def test_a_lane_that_breaks_is_renewed_and_no_late_copy_lands_on_new_data(pool: RankPool, profile: str) -> None:
+    """What was under way fails, part of it lands all the same, the rest is revoked; all is posted again."""
+    options = sim(profile, seed=3, break_every=25, delay=30.0)
+    results = pool.run(
+        sim_cases.every_feature, ranks=3, domain=1, options=options, arguments={"seed": 4}, timeout_s=120
+    )
+    for result in results:
+        engine, device = result["engine"], result["sim"]
+        # The last break may still wait for its renewal.
+        assert engine["lane_generations"] > 0 and 0 <= device["breaks"] - engine["lane_generations"] <= 2, result
+        assert engine["retried"] > 0
+        assert device["revoked"] > 0
+        assert device["source_changed"] == 0
+        if profile in ("rc", "bnxt"):
+            assert emulated(engine) == {}
+    assert sum(result["sim"]["late_copies"] for result in results) > 0, "nothing landed after its error: no attack"
+    if profile == "srd":
+        copies = sum(
+            result["engine"]["emulated_duplicates"] + result["engine"]["emulated_closed"] for result in results
+        )
+        assert copies > 0, "nothing arrived twice: no attack"
+
+
+def test_a_lane_that_breaks_again_and_again_ends_the_group(pool: RankPool) -> None:
+    options = sim("srd", break_every=1, early_completion=0.0) | {"UCCL_EP_TIMEOUT_S": "8"}
+    results = pool.run(sim_cases.until_it_fails, ranks=2, domain=1, options=options, arguments={"limit_s": 20.0})
+    assert all(result["seconds"] < 6 for result in results), f"a time-out, not the lane, ended it: {results}"
+
+
 SEEDS_OF_CI = 3
 
 

@@ -103,6 +103,8 @@ py::dict stats_of(const Engine &engine) {
         {"heartbeats", &ProxyStats::heartbeats},
         {"verdicts_forwarded", &ProxyStats::verdicts_forwarded},
         {"completions", &ProxyStats::completions},
+        {"lane_generations", &ProxyStats::lane_generations},
+        {"retried", &ProxyStats::retried},
     };
     for (const auto &proxy : engine.proxies()) {
         for (const auto &[name, field] : fields) {

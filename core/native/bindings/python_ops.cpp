@@ -59,6 +59,7 @@ class PythonOps {
             },
             [](void *context, uint32_t peer) { return self(context).peer_state(peer); },
             [](void *context, uint32_t lane) { return self(context).lanes_[lane].error.c_str(); },
+            nullptr,
         };
         if (!py::hasattr(target, "post_signals")) {
             ops_.post_signals = nullptr;

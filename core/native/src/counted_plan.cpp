@@ -29,11 +29,14 @@ class CountedPlan final : public Plan {
           codec_(shared.limits.imm_bits, shared.layout.num_signals()),
           receiver_(codec_, shared.layout.num_signals()),
           senders_(shared.sender_signals.data()),
+          once_(shared.limits.exactly_once && !can_renew(*shared.ops)),
           arrivals_(kArrivalsPerPoll),
           peers_(shared.layout.num_ranks) {
         if (shared.limits.remote_queue_depth != 0) {
+            // What is posted again after an error may have arrived before: then it lies in the queue twice.
+            const uint64_t copies = can_renew(*shared.ops) ? 2 : 1;
             window_ = std::max<uint64_t>(
-                1, shared.limits.remote_queue_depth / std::max<uint64_t>(1, shared.remote_peers.size()));
+                1, shared.limits.remote_queue_depth / copies / std::max<uint64_t>(1, shared.remote_peers.size()));
         }
     }
 
@@ -203,7 +206,8 @@ class CountedPlan final : public Plan {
                 protocol(arrival.peer, signal, "an immediate names a signal that another rank writes");
                 return;
             }
-            peers_[writer].polled += 1;
+            // A copy takes no credit: its sender counts each write once.
+            peers_[writer].polled += outcome == Arrival::kCounted || outcome == Arrival::kRaise ? 1 : 0;
         }
         // A raise waits for no more than the look at the next arrival: messages of one signal that complete
         // one after another are raised, and made visible to the device, once.
@@ -220,13 +224,13 @@ class CountedPlan final : public Plan {
                 return;
             case Arrival::kDuplicate:
                 stats_.emulated_duplicates.add(1);
-                if (shared_.limits.exactly_once) {
+                if (once_) {
                     protocol(shared_.signal_writer(signal), signal, "a write arrived twice");
                 }
                 return;
             case Arrival::kClosedEpoch:
                 stats_.emulated_closed.add(1);
-                if (shared_.limits.exactly_once) {
+                if (once_) {
                     protocol(shared_.signal_writer(signal), signal, "a write of a message that was complete arrived");
                 }
                 return;
@@ -294,6 +298,7 @@ class CountedPlan final : public Plan {
     ImmediateCodec codec_;
     CountedReceiver receiver_;
     SenderSignal *senders_;
+    const bool once_;  // no write arrives twice: neither the transport nor a retry repeats one
     std::vector<uccl_ep_arrival> arrivals_;
     std::vector<Peer> peers_;
     uint64_t window_ = 0;             // immediates under way to one peer, 0: no limit

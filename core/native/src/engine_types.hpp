@@ -45,6 +45,9 @@ struct EngineOptions {
     std::string trace_path;
 };
 
+// Whether lanes of the transport can begin a new generation after an error (see transport.h).
+bool can_renew(const uccl_ep_transport_ops &ops);
+
 // The sending side of one signal of one peer: touched by one proxy only (`owner` enforces that).
 struct SenderSignal {
     uint64_t value = 0;         // of the message begun last
@@ -121,6 +124,8 @@ struct ProxyStats {
     Counter heartbeats;
     Counter verdicts_forwarded;
     Counter completions;
+    Counter lane_generations;  // begun after an error
+    Counter retried;           // operations posted again under a new one
     Counter busy_ns;         // in passes that did something
     Counter passes;
 };

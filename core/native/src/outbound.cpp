@@ -4,7 +4,7 @@
 
 namespace uccl_ep {
 
-Outbound::Outbound(EngineShared &shared, uint32_t lane, ProxyStats &stats)
+Outbound::Outbound(EngineShared &shared, uint32_t lane, ProxyStats &stats, bool keep)
     : shared_(shared),
       lane_(lane),
       stats_(stats),
@@ -13,7 +13,10 @@ Outbound::Outbound(EngineShared &shared, uint32_t lane, ProxyStats &stats)
       writes_(ops_.size()),
       signals_(ops_.size()),
       signal_after_(ops_.size()),
-      num_free_(ops_.size()) {
+      num_free_(ops_.size()),
+      keep_(keep),
+      kept_(keep ? ops_.size() : 0),
+      newest_signals_(keep ? shared.sender_signals.size() : 0) {
     for (uint64_t i = 0; i < free_.size(); ++i) {
         free_[i] = static_cast<uint32_t>(free_.size() - 1 - i);
     }
@@ -38,6 +41,62 @@ void Outbound::trace_signals(uint64_t first, uint64_t count) {
     }
 }
 
+void Outbound::keep_writes(uint64_t first, uint64_t count) {
+    for (uint64_t i = first; i < first + count; ++i) {
+        kept_[writes_[i].token].write = writes_[i];
+        kept_[writes_[i].token].number = ++posts_;
+    }
+}
+
+void Outbound::keep_signals(uint64_t first, uint64_t count) {
+    for (uint64_t i = first; i < first + count; ++i) {
+        const uint64_t token = signals_[i].token;
+        kept_[token].signal = signals_[i];
+        kept_[token].number = ++posts_;
+        newest_signals_[ops_[token].key] = signals_[i].value;
+    }
+}
+
+void Outbound::repost(const std::vector<uint64_t> &tokens) {
+    std::vector<uint64_t> ordered(tokens);
+    std::sort(ordered.begin(), ordered.end(),
+              [this](uint64_t a, uint64_t b) { return kept_[a].number < kept_[b].number; });
+    posted_ -= ordered.size();
+    std::vector<uccl_ep_write> writes;
+    std::vector<uccl_ep_signal> signals;
+    for (const uint64_t token : ordered) {
+        const Op &op = ops_[token];
+        if (op.kind != OpKind::kSignal) {
+            writes.push_back(kept_[token].write);
+            continue;
+        }
+        const auto same = std::find_if(signals.begin(), signals.end(),
+                                       [&](const uccl_ep_signal &signal) { return ops_[signal.token].key == op.key; });
+        if (same == signals.end()) {
+            signals.push_back(kept_[token].signal);
+            signals.back().value = newest_signals_[op.key];
+        } else {
+            ops_[token].in_use = false;
+            free_[num_free_++] = static_cast<uint32_t>(token);
+        }
+    }
+    const uint64_t again = writes.size();
+    std::vector<uint64_t> after(signals.size(), again);
+    for (uint64_t i = next_signal_; i < num_signals_; ++i) {
+        after.push_back(std::max(signal_after_[i], next_write_) - next_write_ + again);
+    }
+    writes.insert(writes.end(), writes_.begin() + static_cast<int64_t>(next_write_),
+                  writes_.begin() + static_cast<int64_t>(num_writes_));
+    signals.insert(signals.end(), signals_.begin() + static_cast<int64_t>(next_signal_),
+                   signals_.begin() + static_cast<int64_t>(num_signals_));
+    std::copy(writes.begin(), writes.end(), writes_.begin());
+    std::copy(signals.begin(), signals.end(), signals_.begin());
+    std::copy(after.begin(), after.end(), signal_after_.begin());
+    num_writes_ = writes.size();
+    num_signals_ = signals.size();
+    next_write_ = next_signal_ = 0;
+}
+
 int64_t Outbound::flush() {
     const uint64_t depth = shared_.limits.send_queue_depth;
     while (staged() && posted_ < depth) {
@@ -48,6 +107,9 @@ int64_t Outbound::flush() {
             const int64_t taken = shared_.ops->post_writes(shared_.ops->context, lane_, &writes_[next_write_], want);
             if (taken < 0) {
                 return taken;
+            }
+            if (keep_) {
+                keep_writes(next_write_, static_cast<uint64_t>(taken));
             }
             if (trace_ != nullptr) {
                 trace_writes(next_write_, static_cast<uint64_t>(taken));
@@ -67,6 +129,9 @@ int64_t Outbound::flush() {
             const int64_t taken = shared_.ops->post_signals(shared_.ops->context, lane_, &signals_[next_signal_], want);
             if (taken < 0) {
                 return taken;
+            }
+            if (keep_) {
+                keep_signals(next_signal_, static_cast<uint64_t>(taken));
             }
             if (trace_ != nullptr) {
                 trace_signals(next_signal_, static_cast<uint64_t>(taken));

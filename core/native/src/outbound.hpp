@@ -38,7 +38,8 @@ class Outbound {
   public:
     static constexpr uint64_t kReserve = 160;  // operations beyond the queue depth that may be staged
 
-    Outbound(EngineShared &shared, uint32_t lane, ProxyStats &stats);
+    // `keep`: remember posted operations until they complete, so that repost() can repeat them.
+    Outbound(EngineShared &shared, uint32_t lane, ProxyStats &stats, bool keep);
 
     // Room for this many more writes and as many signals.
     bool room(uint64_t operations) const { return num_free_ >= operations; }
@@ -120,6 +121,10 @@ class Outbound {
                : next_signal_ < num_signals_ ? signals_[next_signal_].peer
                                              : shared_.rank;
     }
+    // Post operations again that completed with an error, on a new generation of the lane: in the order in
+    // which they were posted, before all that was not posted yet, and of each signal the newest value alone,
+    // since an older one could take back what the lane still placed.
+    void repost(const std::vector<uint64_t> &tokens);
     // The record of a completion, valid until release(); nullptr for a token that is none.
     const Op *find(uint64_t token) const { return token < ops_.size() && ops_[token].in_use ? &ops_[token] : nullptr; }
     void release(uint64_t token) {
@@ -135,6 +140,8 @@ class Outbound {
         ops_[token].in_use = true;
         return token;
     }
+    void keep_writes(uint64_t first, uint64_t count);
+    void keep_signals(uint64_t first, uint64_t count);
     void trace_writes(uint64_t first, uint64_t count);
     void trace_signals(uint64_t first, uint64_t count);
 
@@ -152,6 +159,15 @@ class Outbound {
     uint64_t next_write_ = 0;
     uint64_t next_signal_ = 0;
     uint64_t posted_ = 0;
+    const bool keep_;
+    struct Kept {
+        uccl_ep_write write;
+        uccl_ep_signal signal;
+        uint64_t number;  // of the post
+    };
+    std::vector<Kept> kept_;                 // by token
+    std::vector<uint64_t> newest_signals_;   // posted, by key
+    uint64_t posts_ = 0;
     TraceRecorder *trace_ = nullptr;
 };
 

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 
 #include "clock.hpp"
@@ -17,6 +18,7 @@ constexpr uint64_t kTickNs = 1'000'000;
 constexpr uint64_t kBackOffNs = 50'000;               // the longest an idle proxy looks away
 constexpr uint64_t kForwardAfterAbortNs = 100'000'000;  // verdicts may still leave for this long at a stop
 constexpr uint64_t kCompletionsPerPoll = 256;
+constexpr uint64_t kMostRenewals = 8;  // of a lane, one after another, without an operation that succeeded
 constexpr uint64_t kMaxMergedBytes = uint64_t{1} << 30;
 
 std::unique_ptr<Plan> make_plan(EngineShared &shared, uint32_t lane, Outbound &outbound, ProxyStats &stats) {
@@ -33,10 +35,14 @@ std::unique_ptr<Plan> make_plan(EngineShared &shared, uint32_t lane, Outbound &o
 
 }  // namespace
 
+bool can_renew(const uccl_ep_transport_ops &ops) {
+    return ops.size >= offsetof(uccl_ep_transport_ops, renew_lane) + sizeof ops.renew_lane && ops.renew_lane != nullptr;
+}
+
 Proxy::Proxy(std::shared_ptr<EngineShared> shared, uint32_t lane)
     : shared_(std::move(shared)),
       lane_(lane),
-      outbound_(*shared_, lane, stats_),
+      outbound_(*shared_, lane, stats_, can_renew(*shared_->ops)),
       plan_(make_plan(*shared_, lane, outbound_, stats_)),
       notices_(*shared_, lane, outbound_, stats_),
       completions_(kCompletionsPerPoll),
@@ -50,7 +56,8 @@ Proxy::Proxy(std::shared_ptr<EngineShared> shared, uint32_t lane)
       outbox_entries_(shared_->layout.outbox_entries()),
       batch_(shared_->options.batch),
       windowed_(plan_->windowed()),
-      follows_completions_(plan_->follows_completions()) {
+      follows_completions_(plan_->follows_completions()),
+      renewable_(can_renew(*shared_->ops)) {
     for (uint32_t ring = lane; ring < shared_->channel->num_rings(); ring += shared_->num_proxies) {
         rings_.emplace_back(*shared_->channel, ring);
     }
@@ -328,6 +335,12 @@ uint64_t Proxy::poll_completions() {
                            ", which was not posted or had completed before"});
             continue;
         }
+        lane_down_ = lane_down_ || (completion.status != 0 && renewable_);
+        if (completion.status != 0 && can_retry(completion)) {
+            failed_.push_back(completion);
+            again_.push_back(completion.token);
+            continue;
+        }
         if (op->kind == OpKind::kNotice || op->kind == OpKind::kVerdict) {
             notices_.completed(*op);  // best effort: an error says no more than the peer's state does
             outbound_.release(completion.token);
@@ -347,8 +360,11 @@ uint64_t Proxy::poll_completions() {
                 lane_broke(completion.status, op->peer, "a write failed");
                 broken_ = false;  // other peers of the lane may still take verdicts
             }
-        } else if (follows_completions_) {
-            plan_->completed(*op);
+        } else {
+            renewals_in_vain_ = 0;
+            if (follows_completions_) {
+                plan_->completed(*op);
+            }
         }
         outbound_.release(completion.token);
     }
@@ -356,8 +372,47 @@ uint64_t Proxy::poll_completions() {
     return static_cast<uint64_t>(count);
 }
 
+// An error of the lane, not of the peer: what failed may be posted again once nothing of it can land any more.
+bool Proxy::can_retry(const uccl_ep_completion &completion) {
+    if (!renewable_ || renewals_in_vain_ >= kMostRenewals || shared_->verdicts->aborted() ||
+        shared_->verdicts->peer_closed(completion.peer)) {
+        return false;
+    }
+    return shared_->ops->peer_state == nullptr ||
+           shared_->ops->peer_state(shared_->ops->context, completion.peer) != UCCL_EP_PEER_DEAD;
+}
+
+// A new generation of the lane, when all that was posted under the old one has completed.
+void Proxy::renew() {
+    if (outbound_.posted() != failed_.size()) {
+        return;
+    }
+    const uint64_t now = now_ns();
+    if (renew_deadline_ns_ == 0) {
+        renew_deadline_ns_ = now + static_cast<uint64_t>(shared_->options.timeout_s * 1e9);
+    }
+    const int64_t result = shared_->ops->renew_lane(shared_->ops->context, lane_);
+    if (result > 0) {
+        outbound_.repost(again_);
+        lane_down_ = false;
+        stats_.lane_generations.add(1);
+        stats_.retried.add(failed_.size());
+        ++renewals_in_vain_;
+    } else if (result < 0 || now >= renew_deadline_ns_) {
+        renewable_ = lane_down_ = false;
+        if (!failed_.empty()) {
+            lane_broke(failed_[0].status, failed_[0].peer, "a write failed, and its lane could not be renewed");
+        }
+    } else {
+        return;
+    }
+    failed_.clear();
+    again_.clear();
+    renew_deadline_ns_ = 0;
+}
+
 bool Proxy::flush() {
-    if (broken_ || !outbound_.staged()) {
+    if (broken_ || lane_down_ || !outbound_.staged()) {
         return false;
     }
     const int64_t result = outbound_.flush();
@@ -369,11 +424,14 @@ bool Proxy::flush() {
 
 uint64_t Proxy::pass() {
     uint64_t done = broken_ ? 0 : poll_completions();
+    if (lane_down_ && !broken_) {
+        renew();
+    }
     const bool aborted = shared_->verdicts->aborted();
     some_gone_ = shared_->verdicts->any_gone();
     if (!aborted && !broken_) {
         done += plan_->poll();
-        if (!outbound_.staged()) {
+        if (!outbound_.staged() && !lane_down_) {
             for (RingReader &ring : rings_) {
                 done += drain(ring);
             }

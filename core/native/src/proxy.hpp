@@ -42,6 +42,8 @@ class Proxy {
     void seal();
     bool flush();
     void fail(const Fault &fault);
+    bool can_retry(const uccl_ep_completion &completion);
+    void renew();
     void lane_broke(int64_t error, uint32_t peer, const char *what);
     void back_off(uint64_t empty_passes);
     bool finished(uint64_t now);
@@ -78,6 +80,13 @@ class Proxy {
     uint64_t last_tick_ns_ = 0;
     bool some_gone_ = false;  // the group goes on without some rank: commands for it are dropped
     bool broken_ = false;     // the lane failed: the transport is not called on it any more
+    // Operations that completed with an error and are posted again under a new generation of the lane.
+    bool renewable_;
+    bool lane_down_ = false;  // an operation failed: nothing is posted until the lane is renewed
+    std::vector<uccl_ep_completion> failed_;
+    std::vector<uint64_t> again_;      // their tokens
+    uint64_t renewals_in_vain_ = 0;    // one after another, without an operation that succeeded
+    uint64_t renew_deadline_ns_ = 0;
     bool drained_told_ = false;
     uint64_t aborted_at_ns_ = 0;
     mutable std::mutex error_mutex_;

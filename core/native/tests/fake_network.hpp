@@ -53,6 +53,7 @@ class Network {
                 },
                 nullptr,
                 [](void *, uint32_t) { return "fake: asked to fail"; },
+                nullptr,
             };
         }
     }

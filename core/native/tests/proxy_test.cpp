@@ -403,6 +403,113 @@ TEST(signals_coalesce_with_their_own_kind_only) {
     CHECK_EQ(proxy.stats().completions.get(), 8u + 5u);
 }
 
+namespace {
+
+// Everything posted under the first generation of the lane fails, later it succeeds; a renewal takes two calls.
+struct FailingLane {
+    struct Post {
+        uint64_t generation;
+        uint64_t offset;  // of a write
+        uint64_t value;   // of a signal
+    };
+    std::vector<Post> posts;
+    std::vector<uccl_ep_completion> done;
+    uint64_t generation = 0;
+    uint64_t outstanding = 0;
+    uint64_t calls = 0;
+    bool renewed_too_early = false;
+    uccl_ep_transport_ops ops{};
+
+    FailingLane() {
+        ops.magic = UCCL_EP_TRANSPORT_MAGIC;
+        ops.size = sizeof ops;
+        ops.context = this;
+        ops.post_writes = [](void *context, uint32_t, const uccl_ep_write *writes, uint64_t count) {
+            for (uint64_t i = 0; i < count; ++i) {
+                self(context).add({self(context).generation, writes[i].remote_offset, 0}, writes[i].token);
+            }
+            return static_cast<int64_t>(count);
+        };
+        ops.post_signals = [](void *context, uint32_t, const uccl_ep_signal *signals, uint64_t count) {
+            for (uint64_t i = 0; i < count; ++i) {
+                self(context).add({self(context).generation, 0, signals[i].value}, signals[i].token);
+            }
+            return static_cast<int64_t>(count);
+        };
+        ops.poll_completions = [](void *context, uint32_t, uccl_ep_completion *out, uint64_t) {
+            FailingLane &lane = self(context);  // one at a time
+            if (lane.done.empty()) {
+                return int64_t{0};
+            }
+            out[0] = lane.done.front();
+            lane.done.erase(lane.done.begin());
+            --lane.outstanding;
+            return int64_t{1};
+        };
+        ops.renew_lane = [](void *context, uint32_t) {
+            FailingLane &lane = self(context);
+            lane.renewed_too_early = lane.renewed_too_early || lane.outstanding != 0;
+            return ++lane.calls % 2 == 0 ? static_cast<int64_t>(++lane.generation != 0) : int64_t{0};
+        };
+    }
+    static FailingLane &self(void *context) { return *static_cast<FailingLane *>(context); }
+    void add(const Post &post, uint64_t token) {
+        posts.push_back(post);
+        done.push_back({token, 1, generation == 0 ? -EIO : 0});
+        ++outstanding;
+    }
+};
+
+}  // namespace
+
+TEST(what_failed_is_posted_again_in_order_under_a_new_generation) {
+    FailingLane lane;
+    Host host(0, test_layout(2, 4), &lane.ops, PlanKind::kNative, all_promises(), 1, 1, 64);
+    host.engine = std::make_unique<Engine>(host.shared);
+    Proxy &proxy = *host.engine->proxies()[0];
+    const auto send = [&](uint32_t channel, uint64_t value, uint64_t offset) {
+        host.push(0, Command{Operation::kWriteSignal, 1, host.data_signal(0, channel), 64, 0, offset, value});
+    };
+    send(0, 1, 4096);
+    proxy.pass();
+    send(1, 1, 8192);
+    send(0, 2, 12288);
+    const RingView view = host.shared->channel->view(0);
+    for (int pass = 0; pass < 30; ++pass) {
+        CHECK(lane.generation != 0 || StdAtomics::load_acquire_system(view.completed) == 0);
+        proxy.pass();
+    }
+    CHECK(!lane.renewed_too_early);
+    CHECK_EQ(lane.calls, 2u);
+    CHECK_EQ(proxy.stats().lane_generations.get(), 1u);
+    CHECK(!host.shared->verdicts->aborted());
+    CHECK_EQ(StdAtomics::load_acquire_system(view.completed), 3u);
+    CHECK(proxy.idle());
+    std::vector<uint64_t> offsets, values;
+    for (const FailingLane::Post &post : lane.posts) {
+        if (post.generation == 1) {
+            (post.offset != 0 ? offsets : values).push_back(post.offset != 0 ? post.offset : post.value);
+        }
+    }
+    CHECK(offsets == (std::vector<uint64_t>{4096, 8192, 12288}));
+    // Of channel 0, 1 and 2 were posted or staged: the newest alone is raised again.
+    CHECK(values == (std::vector<uint64_t>{1, 1, 2}) || values == (std::vector<uint64_t>{2, 1}));
+}
+
+TEST(a_lane_that_cannot_be_renewed_blames_the_peer) {
+    FailingLane lane;
+    lane.ops.renew_lane = [](void *, uint32_t) { return int64_t{-ENOTCONN}; };
+    Host host(0, test_layout(2, 4), &lane.ops, PlanKind::kNative, all_promises(), 1, 1, 64);
+    host.engine = std::make_unique<Engine>(host.shared);
+    host.push(0, Command{Operation::kWriteSignal, 1, host.data_signal(0, 0), 64, 0, 0, 1});
+    for (int pass = 0; pass < 10; ++pass) {
+        host.engine->proxies()[0]->pass();
+    }
+    CHECK(host.shared->verdicts->aborted());
+    CHECK_EQ(host.shared->verdicts->entry(0)->culprit, 1u);
+    CHECK(host.engine->error().find("could not be renewed") != std::string::npos);
+}
+
 TEST(an_engine_refuses_what_it_cannot_run) {
     NullTransport network(1, 64);
     TransportLimits limits = all_promises();

@@ -42,6 +42,7 @@ Endpoint::Endpoint(uint32_t num_ranks, uint32_t num_lanes) {
         },
         [](void *context, uint32_t peer) { return self(context).peer_state(peer); },
         [](void *context, uint32_t lane) { return self(context).last_error(lane); },
+        nullptr,
     };
 }
 

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstddef>
 #include <stdexcept>
 #include <utility>
 
@@ -24,7 +25,8 @@ std::unique_ptr<Simulator> make(uint64_t inner, const Faults &faults, uint32_t r
                                 uint32_t num_lanes, const std::vector<std::pair<uint64_t, uint64_t>> &regions,
                                 bool with_signals, bool with_immediates, bool with_peer_state) {
     const auto *ops = reinterpret_cast<const uccl_ep_transport_ops *>(inner);
-    if (ops == nullptr || ops->magic != UCCL_EP_TRANSPORT_MAGIC || ops->size < sizeof *ops) {
+    if (ops == nullptr || ops->magic != UCCL_EP_TRANSPORT_MAGIC ||
+        ops->size < offsetof(uccl_ep_transport_ops, renew_lane)) {
         throw std::invalid_argument("the inner transport's native_ops is no uccl_ep_transport_ops of this version");
     }
     if (regions.empty()) throw std::invalid_argument("the last region must be the bounce region (it may be empty)");
@@ -50,6 +52,9 @@ py::dict statistics_of(const Simulator &simulator) {
         {"collapsed", &s.collapsed},
         {"overtakes", &s.overtakes},
         {"killed", &s.killed},
+        {"breaks", &s.breaks},
+        {"late_copies", &s.late_copies},
+        {"revoked", &s.revoked},
         {"source_changed", &s.source_changed},
         {"held_arrivals", &s.held_arrivals},
         {"decisions", &s.decisions},
@@ -86,6 +91,7 @@ PYBIND11_MODULE(_native, module) {
     UCCL_EP_SIM_FIELD(collapse);
     UCCL_EP_SIM_FIELD(kill_peer);
     UCCL_EP_SIM_FIELD(kill_after);
+    UCCL_EP_SIM_FIELD(break_every);
     UCCL_EP_SIM_FIELD(name_peers);
     UCCL_EP_SIM_FIELD(check_source);
     UCCL_EP_SIM_FIELD(imm_bits);

@@ -34,6 +34,7 @@ struct Faults {
     double collapse = 12;         // then delays grow by this factor
     int64_t kill_peer = -1;       // rank that appears dead ...
     uint64_t kill_after = 0;      // ... after this many operations towards it
+    uint64_t break_every = 0;     // operations after which a lane breaks, to be renewed; 0: never
     bool name_peers = true;       // arrivals say who sent them
     bool check_source = true;     // hash the source at post and at placement
     uint32_t imm_bits = 64;

@@ -70,6 +70,7 @@ int64_t Lane::refuse_write(const uccl_ep_write &write) {
 
 // Whether the queue takes one more operation now.
 bool Lane::accepts(const Draw &draw) {
+    if (down_) return false;
     if (outstanding_ >= faults_.send_queue_depth) return false;
     if (flights_.size() - free_flights_.size() >= kNetworkDepth * faults_.send_queue_depth) return false;
     if (!refusal_drawn_) {
@@ -100,6 +101,7 @@ uint32_t Lane::begin_flight(const Draw &draw, uint32_t peer, uint64_t bytes) {
         free_flights_.pop_back();
         flights_[index] = Flight{};
     }
+    flights_[index].live = true;
     flights_[index].number = number_++;
     flights_[index].completion_delay = draw.time(kCompletionOf, faults_.distribution, faults_.completion_delay);
     inflight_bytes_[peer] += bytes;
@@ -136,6 +138,7 @@ int64_t Lane::post_writes(const uccl_ep_write *writes, uint64_t num_writes) {
         if (!flight.early && faults_.check_source) flight.source_hash = hash_source(flight);
         count(owner_.statistics_.writes);
         schedule(index, draw);
+        maybe_break();
     }
     return static_cast<int64_t>(num_writes);
 }
@@ -155,6 +158,7 @@ int64_t Lane::post_signals(const uccl_ep_signal *signals, uint64_t num_signals) 
         flights_[index].signal = signal;
         count(owner_.statistics_.signals);
         schedule(index, draw);
+        maybe_break();
     }
     return static_cast<int64_t>(num_signals);
 }
@@ -195,6 +199,43 @@ void Lane::schedule(uint32_t index, const Draw &draw) {
     // completion waits for both, so a copy never lands on bytes that somebody may use again.
     count(owner_.statistics_.duplicates);
     schedule_pieces(index, draw, due, faults_.ordered ? due : due + 1 + delay);
+}
+
+// All that is under way and was not reported yet fails at once, as when a queue pair goes into its error state;
+// but its bytes are in the network still, and land at their time unless the lane is renewed before.
+void Lane::maybe_break() {
+    if (faults_.break_every == 0 || number_ % faults_.break_every != 0) return;
+    down_ = true;
+    count(owner_.statistics_.breaks);
+    error_ = "sim: the lane broke at operation " + std::to_string(number_ - 1) + ", as the option break_every asks";
+    for (uint32_t index = 0; index < flights_.size(); ++index) {
+        Flight &flight = flights_[index];
+        if (!flight.live || flight.completed || flight.early || flight.unplaced == 0) continue;
+        flight.failed = true;
+        flight.status = -EIO;
+        events_.push({now(), flight.number, Event::kComplete, index, 0, 0, true});
+    }
+}
+
+// A new generation: what failed lands no more; what was reported as done is waited for.
+int64_t Lane::renew() {
+    if (!down_) return 1;
+    std::vector<Event> kept;
+    while (!events_.empty()) {
+        const Event event = events_.top();
+        events_.pop();
+        if (event.kind == Event::kPlace && flights_[event.flight].failed) {
+            count(owner_.statistics_.revoked);
+            piece_placed(event.flight, 0);
+        } else {
+            kept.push_back(event);
+        }
+    }
+    for (const Event &event : kept) events_.push(event);
+    if (!empty()) return 0;
+    down_ = false;
+    std::fill(last_due_.begin(), last_due_.end(), 0);
+    return 1;
 }
 
 void Lane::schedule_pieces(uint32_t index, const Draw &draw, uint64_t from, uint64_t due) {
@@ -277,6 +318,7 @@ bool Lane::place(const Event &event) {
         piece_placed(event.flight, static_cast<int32_t>(accepted));
         return true;
     }
+    if (flight.failed && flight.completed) count(owner_.statistics_.late_copies);
     if (!event.last) return true;
     if (flight.number < last_placed_[peer]) count(owner_.statistics_.overtakes);
     last_placed_[peer] = std::max(last_placed_[peer], flight.number);
@@ -286,7 +328,7 @@ bool Lane::place(const Event &event) {
 void Lane::piece_placed(uint32_t index, int32_t status) {
     Flight &flight = flights_[index];
     if (status != 0 && flight.status == 0) flight.status = status;
-    if (status != 0 && flight.completed && status != -ENOTCONN) {
+    if (status != 0 && flight.completed && !flight.failed && status != -ENOTCONN) {
         // Too late for a completion: as on a real device, the lane itself breaks.
         broken_ = status;
         error_ = "sim: operation " + std::to_string(flight.number) +
@@ -295,7 +337,7 @@ void Lane::piece_placed(uint32_t index, int32_t status) {
     if (--flight.unplaced > 0) return;
     if (flight.completed) {
         retire(index);
-    } else if (!flight.early) {
+    } else if (!flight.early && !flight.failed) {
         const uint64_t delay = flight.completion_delay;
         if (delay == 0) {
             complete(index);
@@ -318,6 +360,7 @@ void Lane::retire(uint32_t index) {
     Flight &flight = flights_[index];
     inflight_bytes_[flight.is_signal ? flight.signal.peer : flight.write.peer] -=
         flight.is_signal ? 8 : flight.write.bytes;
+    flight.live = false;
     if (flight.early && flight.write.bytes > 0) bounce_.release(flight.bounce_offset, flight.write.bytes);
     free_flights_.push_back(index);
 }

@@ -56,6 +56,12 @@ Simulator::Simulator(const uccl_ep_transport_ops *inner, const Faults &faults, u
             return inner_state != nullptr ? inner_state(self->inner_->context, peer) : UCCL_EP_PEER_ALIVE;
         };
     }
+    if (faults_.break_every != 0) {
+        ops_.renew_lane = [](void *context, uint32_t lane) -> int64_t {
+            auto &lanes = of(context)->lanes_;
+            return lane < lanes.size() ? lanes[lane]->renew() : -EINVAL;
+        };
+    }
     ops_.last_error = [](void *context, uint32_t lane) -> const char * {
         auto &lanes = of(context)->lanes_;
         return lane < lanes.size() ? lanes[lane]->last_error() : "sim: no such lane";

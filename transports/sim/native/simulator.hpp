@@ -29,7 +29,7 @@ struct Region {
 struct Statistics {
     std::atomic<uint64_t> writes{0}, signals{0}, early_completions{0}, segments{0}, duplicates{0}, losses{0},
         reported_losses{0}, stalls{0}, refusals{0}, collapsed{0}, overtakes{0}, killed{0}, source_changed{0},
-        held_arrivals{0};
+        held_arrivals{0}, breaks{0}, late_copies{0}, revoked{0};
     std::atomic<uint64_t> decisions{0};  // digest of all draws: equal for equal seeds and posts
 };
 
@@ -72,6 +72,8 @@ class Simulator {
 struct Flight {
     bool is_signal = false;
     bool completed = false;       // the caller's completion is queued or polled
+    bool live = false;
+    bool failed = false;          // its lane broke under it: reported as an error, may land until it is revoked
     bool early = false;           // completes on its own clock; bytes lie in the bounce region
     uint32_t unplaced = 0;        // pieces (with duplicates) whose inner completion is missing
     int32_t status = 0;
@@ -102,6 +104,7 @@ class Lane {
     int64_t post_signals(const uccl_ep_signal *signals, uint64_t count);
     int64_t poll_completions(uccl_ep_completion *out, uint64_t capacity);
     int64_t poll_arrivals(uccl_ep_arrival *out, uint64_t capacity);
+    int64_t renew();
     const char *last_error();
     bool empty() const { return flights_.size() == free_flights_.size(); }
 
@@ -125,6 +128,7 @@ class Lane {
     void complete(uint32_t index);
     void retire(uint32_t index);
     void progress();
+    void maybe_break();
     uint64_t hash_source(const Flight &flight) const;
     void note(uint64_t decision);
 
@@ -134,6 +138,7 @@ class Lane {
     Bounce bounce_;
     uint64_t ticks_ = 0;
     uint64_t stalled_until_ = 0;
+    bool down_ = false;             // broken as the option break_every asks: takes no posts until renewed
     int64_t broken_ = 0;            // negative errno once an operation failed after its completion
     uint64_t number_ = 0;           // operations accepted
     uint64_t arrivals_ = 0;

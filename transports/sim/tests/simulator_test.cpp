@@ -15,7 +15,7 @@ namespace {
 
 constexpr uint64_t kWindow = uint64_t{1} << 20;  // bytes
 constexpr int kSteps = 20000;
-constexpr int kModes = 12;
+constexpr int kModes = 16;
 
 // Moves bytes at once; is sometimes full and seldom broken.
 struct Inner {
@@ -82,6 +82,7 @@ Faults mix_of(int mode) {
     faults.duplicate = mode % 5 == 1 ? 0.3 : 0;
     faults.drop = 0.1;
     faults.report_drops = mode % 6 == 5;
+    faults.break_every = mode >= 12 ? 100 : 0;
     faults.stall = 0.01;
     faults.refuse = 0.1;
     faults.inflight_limit = mode % 2 != 0 ? 20000 : 0;
@@ -102,6 +103,8 @@ bool run(int mode) {
     uint64_t outstanding = 0;
     bool exact = true;
     const auto poll = [&] {
+        // As a proxy does: when all that was accepted has completed, and before anything more is posted.
+        if (ops.renew_lane != nullptr && outstanding == 0) ops.renew_lane(ops.context, 0);
         uccl_ep_completion out[16];
         const int64_t count = ops.poll_completions(ops.context, 0, out, 1 + random() % 16);
         for (int64_t i = 0; i < count; ++i) {
@@ -141,8 +144,12 @@ bool run(int mode) {
         uccl_ep_arrival arrivals[16];
         ops.poll_arrivals(ops.context, 0, arrivals, 16);
     }
-    for (int polls = 0; outstanding > 0 && polls < 2000000; ++polls) poll();
+    const auto settled = [&] {
+        return outstanding == 0 && (ops.renew_lane == nullptr || ops.renew_lane(ops.context, 0) == 1);
+    };
+    for (int polls = 0; !settled() && polls < 2000000; ++polls) poll();
     const bool drained = simulator.drain(5000000);
+    exact &= (simulator.statistics().breaks != 0) == (mode >= 12);
     if (!exact || outstanding > 0 || !drained) {
         std::printf("mode %d: exact %d, outstanding %lu, drained %d\n", mode, exact,
                     static_cast<unsigned long>(outstanding), drained);

@@ -54,6 +54,7 @@ class Profile:
     collapse: float = 12.0
     kill_peer: int = -1
     kill_after: int = 0
+    break_every: int = 0
     name_peers: bool = True
 
     @property
@@ -181,6 +182,7 @@ OVERRIDES: dict[str, str] = {
     "collapse": "that factor",
     "kill_peer": "rank that appears dead after kill_after operations towards it",
     "kill_after": "operations towards kill_peer that still succeed",
+    "break_every": "operations after which a lane breaks, failing what is under way, to be renewed; 0: never",
     "name_peers": "0: arrivals do not say who sent them",
 }
 """Fields of a profile that an option of the same name overrides, with its help."""

@@ -32,6 +32,7 @@ class NullTransport {
             [](void *, uint32_t, uccl_ep_arrival *, uint64_t) { return int64_t{0}; },
             [](void *, uint32_t) { return int32_t{UCCL_EP_PEER_ALIVE}; },
             [](void *, uint32_t) { return ""; },
+            nullptr,
         };
     }
     NullTransport(const NullTransport &) = delete;

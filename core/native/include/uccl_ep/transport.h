@@ -106,6 +106,17 @@ typedef struct uccl_ep_transport_ops {
 
     /* One line of words about the last error of this lane, valid until the lane's next call. */
     const char *(*last_error)(void *context, uint32_t lane);
+
+    /* Begin a new generation of a lane on which an operation completed with an error. Called when all that
+     * was accepted on the lane has completed, and again until it returns anything but 0.
+     *   1: nothing that was posted before and failed can still land at a peer, whatever it did so far; what
+     *      completed without an error has landed, or lands before anything that is posted from now on. The
+     *      caller posts what failed again. An immediate that had arrived may still wait in the peer's queue.
+     *   0: not yet; poll_completions goes on being called in between.
+     *   a negative errno: this lane cannot be renewed; the group then fails.
+     * Where `write_order` or `signal_order` is promised, nothing posted behind an operation that failed may
+     * land or complete without an error before this was called. NULL (the usual case): errors are final. */
+    int64_t (*renew_lane)(void *context, uint32_t lane);
 } uccl_ep_transport_ops;
 
 #ifdef __cplusplus
@@ -115,7 +126,7 @@ static_assert(sizeof(uccl_ep_write) == 56, "the ABI of uccl_ep_write is frozen")
 static_assert(sizeof(uccl_ep_signal) == 32, "the ABI of uccl_ep_signal is frozen");
 static_assert(sizeof(uccl_ep_completion) == 16, "the ABI of uccl_ep_completion is frozen");
 static_assert(sizeof(uccl_ep_arrival) == 16, "the ABI of uccl_ep_arrival is frozen");
-static_assert(sizeof(uccl_ep_transport_ops) == 9 * 8, "append only: raise this with each new field");
+static_assert(sizeof(uccl_ep_transport_ops) == 10 * 8, "append only: raise this with each new field");
 #endif
 
 #endif /* UCCL_EP_TRANSPORT_H */
