@@ -28,7 +28,7 @@ def dispatch_grid(
     keys = num_experts + communicator.num_ranks
     entries = -(-num_tokens // grid["num_blocks"]) * num_topk
     # LowLatencyPlacing of core/kernels/ll_dispatch.hpp
-    fixed = 4 * (keys + num_experts + 4 * entries)
+    fixed = 8 * communicator.num_ranks + 4 * (keys + num_experts + 4 * entries)
     num_chunks = min(grid["warps"], (limits.max_shared_bytes - fixed) // (2 * keys))
     if num_chunks < 1:
         raise ArgumentError(

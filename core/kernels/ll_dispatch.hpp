@@ -50,24 +50,27 @@ UCCL_EP_DEVICE uint32_t sum_below(uint32_t value, uint32_t *total) {
     return below;
 }
 
+UCCL_EP_DEVICE uint8_t *ll_message(const Group &group, uint32_t destination, uint32_t parity) {
+    return group.is_local(destination)
+               ? group.peer_data[destination] + group.layout.ll_dispatch_inbox(parity, group.rank)
+               : group.data + group.layout.ll_dispatch_outbox(parity, destination);
+}
+
 // What each block works out for itself, in its shared memory, from the indices of all tokens: no block waits for
 // another. A key is an expert, or `num_experts` plus a rank; a chunk is a run of tokens that one warp takes. Tokens
 // are dealt to blocks in turn; an entry is one (token, k) of this block.
 struct LowLatencyPlacing {
     uint32_t experts, keys, chunks, entries;
     int32_t *total;    // [keys] rows of mine with that key
-    int32_t *begin;    // [experts] rows of mine in the experts before: the order in which rows come home
+    int32_t *begin;    // [experts] rows of mine in the experts before: the order in which rows come home. The last
+                       // warp's until the block has met again
     int32_t *expert;   // [entries] -1: none
     int32_t *place;    // [entries] place among my rows of that expert
     int32_t *row;      // [entries] row in the message to the expert's rank; -1 but for the first k of each rank
     uint32_t *chunk;   // [entries]
+    uint8_t **message;  // [ranks] where my message to each is written
     uint16_t *before;  // [chunks][keys] rows in the chunks before; counts up while the chunk is walked
 
-    UCCL_EP_DEVICE static constexpr uint64_t bytes(uint32_t experts, uint32_t ranks, uint32_t chunks,
-                                                   uint32_t entries) {
-        return (uint64_t{experts} * 2 + ranks + uint64_t{entries} * 4) * 4 +
-               uint64_t{chunks} * (uint64_t{experts} + ranks) * 2;
-    }
     UCCL_EP_DEVICE static LowLatencyPlacing in(uint8_t *memory, uint32_t experts, uint32_t ranks, uint32_t chunks,
                                                uint32_t entries) {
         LowLatencyPlacing at;
@@ -75,7 +78,8 @@ struct LowLatencyPlacing {
         at.keys = experts + ranks;
         at.chunks = chunks;
         at.entries = entries;
-        at.total = reinterpret_cast<int32_t *>(memory);
+        at.message = reinterpret_cast<uint8_t **>(memory);
+        at.total = reinterpret_cast<int32_t *>(at.message + ranks);
         at.begin = at.total + at.keys;
         at.expert = at.begin + experts;
         at.place = at.expert + entries;
@@ -98,9 +102,9 @@ UCCL_EP_DEVICE uint32_t take_numbers(uint16_t *next, uint32_t key, bool has_key)
     const uint32_t below = device::population_count(same & device::lanes_below());
     uint32_t number = 0;
     if (has_key) number = next[key] + below;
-    device::sync_warp();  // all lanes have read the numbers
+    device::sync_lanes();  // all lanes have read the numbers
     if (has_key && below == 0) next[key] = static_cast<uint16_t>(next[key] + device::population_count(same));
-    device::sync_warp();
+    device::sync_lanes();
     return number;
 }
 
@@ -151,11 +155,13 @@ UCCL_EP_DEVICE void ll_walk_chunk(const LowLatencyDispatchParameters &p, const L
 }
 
 // The whole block.
-UCCL_EP_DEVICE void ll_place_rows(const LowLatencyDispatchParameters &p, const LowLatencyPlacing &at) {
+UCCL_EP_DEVICE void ll_place_rows(const LowLatencyDispatchParameters &p, const LowLatencyPlacing &at, uint32_t parity) {
     const uint32_t warp = device::warp_in_block(), warps = device::warps_per_block();
     const uint32_t threads = warps * device::kWarpSize, thread = warp * device::kWarpSize + device::lane();
     const uint32_t local_experts = p.shape.num_experts / p.group.num_ranks();
     for (uint32_t i = thread; i < at.chunks * at.keys; i += threads) at.before[i] = 0;
+    for (uint32_t rank = thread; rank < p.group.num_ranks(); rank += threads)
+        at.message[rank] = ll_message(p.group, rank, parity);
     device::sync_block();
     if (warp < at.chunks) ll_walk_chunk(p, at, warp);
     device::sync_block();
@@ -183,23 +189,49 @@ UCCL_EP_DEVICE void ll_place_rows(const LowLatencyDispatchParameters &p, const L
         at.place[i] += before[expert];
         if (at.row[i] >= 0) at.row[i] += before[at.experts + expert / local_experts];
     }
-    if (warp == warps - 1) {
-        uint32_t sum = 0;
-        for (uint32_t base = 0; base < at.experts; base += device::kWarpSize) {
-            const uint32_t expert = base + device::lane();
-            uint32_t total;
-            const uint32_t below = sum_below(expert < at.experts ? static_cast<uint32_t>(at.total[expert]) : 0, &total);
-            if (expert < at.experts) at.begin[expert] = static_cast<int32_t>(sum + below);
-            sum += total;
-        }
-    }
     device::sync_block();
 }
 
-UCCL_EP_DEVICE uint8_t *ll_message(const Group &group, uint32_t destination, uint32_t parity) {
-    return group.is_local(destination)
-               ? group.peer_data[destination] + group.layout.ll_dispatch_inbox(parity, group.rank)
-               : group.data + group.layout.ll_dispatch_outbox(parity, destination);
+// Where rows come home, and the heads of all messages. The last warp of a block, while the others write rows.
+UCCL_EP_DEVICE void ll_place_home(const LowLatencyDispatchParameters &p, const LowLatencyPlacing &at, uint64_t number) {
+    const uint32_t topk = p.shape.num_topk, blocks = device::num_blocks(), block = device::block_index();
+    const uint32_t ranks = p.group.num_ranks(), local_experts = p.shape.num_experts / ranks;
+    uint32_t sum = 0;
+    for (uint32_t base = 0; base < at.experts; base += device::kWarpSize) {
+        const uint32_t expert = base + device::lane();
+        uint32_t total;
+        const uint32_t below = sum_below(expert < at.experts ? static_cast<uint32_t>(at.total[expert]) : 0, &total);
+        if (expert < at.experts) at.begin[expert] = static_cast<int32_t>(sum + below);
+        sum += total;
+    }
+    device::sync_warp();
+    for (uint32_t token = block, mine = 0; token < p.num_tokens; token += blocks, mine += topk) {
+        for (uint32_t k = device::lane(); k < topk; k += device::kWarpSize) {
+            const int32_t expert = at.expert[mine + k];
+            const uint64_t to = uint64_t{token} * topk + k;
+            p.combine_row[to] = expert < 0 ? -1 : at.begin[expert] + at.place[mine + k];
+            p.own_row[to] = -1;
+        }
+    }
+    // The blocks at the end have the fewest tokens.
+    for (uint32_t rank = blocks - 1 - block; rank < ranks; rank += blocks) {
+        if (p.masked != nullptr && p.masked[rank] != 0) continue;
+        uint8_t *message = at.message[rank];
+        auto *counts = reinterpret_cast<int32_t *>(message + sizeof(MessageHeader));
+        for (uint32_t e = device::lane(); e < local_experts; e += device::kWarpSize) {
+            counts[e] = at.total[rank * local_experts + e];
+        }
+        if (device::lane() == 0) {
+            *reinterpret_cast<MessageHeader *>(message) =
+                MessageHeader{number,
+                              static_cast<uint32_t>(OperationKind::kLowLatencyDispatch),
+                              static_cast<uint32_t>(at.total[at.experts + rank]),
+                              p.shape.row_bytes,
+                              p.group.rank,
+                              {p.shape.max_tokens, p.shape.num_topk, p.shape.num_experts, p.shape.quantization,
+                               static_cast<uint32_t>(at.begin[rank * local_experts]), p.shape.payload_type}};
+        }
+    }
 }
 
 // Where a row of this block goes: the message to a rank, and what is known of its fields.
@@ -210,10 +242,10 @@ struct LowLatencyRow {
 };
 
 UCCL_EP_DEVICE LowLatencyRow ll_row(const LowLatencyDispatchParameters &p, const LowLatencyPlacing &placing,
-                                    uint32_t entry, uint32_t parity) {
+                                    uint32_t entry) {
     const uint32_t ranks = p.group.num_ranks();
     const uint32_t rank = static_cast<uint32_t>(placing.expert[entry]) / (p.shape.num_experts / ranks);
-    return {ll_message(p.group, rank, parity),
+    return {placing.message[rank],
             LowLatencyRows::of(p.shape, ranks, static_cast<uint32_t>(placing.total[placing.experts + rank])), rank,
             static_cast<uint32_t>(placing.row[entry])};
 }
@@ -221,7 +253,7 @@ UCCL_EP_DEVICE LowLatencyRow ll_row(const LowLatencyDispatchParameters &p, const
 // Cast a token and write it into the messages of all its ranks, groups of a scale dealt to the warps of the block;
 // several groups are in flight in a warp, since a load takes longer than all the rest.
 UCCL_EP_DEVICE void ll_write_cast(const LowLatencyDispatchParameters &p, const LowLatencyPlacing &placing,
-                                  uint32_t first_entry, uint32_t token, uint32_t parity) {
+                                  uint32_t first_entry, uint32_t token) {
     constexpr uint32_t kGroups = device::kWarpSize == 1 ? 1 : 5;  // in flight: 60 in a block of 12 warps
     const LowLatencyShape &shape = p.shape;
     const auto type = static_cast<PayloadType>(shape.payload_type);
@@ -248,7 +280,7 @@ UCCL_EP_DEVICE void ll_write_cast(const LowLatencyDispatchParameters &p, const L
         }
         for (uint32_t k = 0; k < shape.num_topk; ++k) {
             if (placing.row[first_entry + k] < 0) continue;
-            const LowLatencyRow to = ll_row(p, placing, first_entry + k, parity);
+            const LowLatencyRow to = ll_row(p, placing, first_entry + k);
             uint8_t *payload = to.message + to.at.payload + uint64_t{to.row} * shape.row_bytes;
             auto *scales = reinterpret_cast<float *>(to.message + to.at.scales + uint64_t{to.row} * shape.scale_bytes);
             UCCL_EP_UNROLL
@@ -264,7 +296,7 @@ UCCL_EP_DEVICE void ll_write_cast(const LowLatencyDispatchParameters &p, const L
 
 // Write a token into the messages of all its ranks. The whole block.
 UCCL_EP_DEVICE void ll_write_token(const LowLatencyDispatchParameters &p, const LowLatencyPlacing &placing,
-                                   uint32_t first_entry, uint32_t token, uint32_t parity) {
+                                   uint32_t first_entry, uint32_t token) {
     const Group &group = p.group;
     const LowLatencyShape &shape = p.shape;
     const uint32_t warp = device::warp_in_block(), warps = device::warps_per_block(), topk = shape.num_topk;
@@ -276,20 +308,20 @@ UCCL_EP_DEVICE void ll_write_token(const LowLatencyDispatchParameters &p, const 
                                                                  : piece;
         for (uint32_t k = 0; k < topk && bytes != 0; ++k) {
             if (placing.row[first_entry + k] < 0) continue;
-            const LowLatencyRow to = ll_row(p, placing, first_entry + k, parity);
+            const LowLatencyRow to = ll_row(p, placing, first_entry + k);
             if (to.rank == group.rank && p.own_in_place != 0) continue;
             device::copy(to.message + to.at.payload + uint64_t{to.row} * shape.row_bytes + begin,
                          p.x + uint64_t{token} * shape.row_bytes + begin, bytes);
         }
     } else {
-        ll_write_cast(p, placing, first_entry, token, parity);
+        ll_write_cast(p, placing, first_entry, token);
     }
     const uint32_t local_experts = shape.num_experts / group.num_ranks();
     uint32_t destination = 0;
     for (uint32_t k = 0; k < topk; ++k) {
         if (placing.row[first_entry + k] < 0) continue;
         if (destination++ % warps != warp) continue;
-        const LowLatencyRow to = ll_row(p, placing, first_entry + k, parity);
+        const LowLatencyRow to = ll_row(p, placing, first_entry + k);
         auto *experts = reinterpret_cast<int32_t *>(to.message + to.at.expert) + uint64_t{to.row} * topk;
         auto *places = reinterpret_cast<int32_t *>(to.message + to.at.place) + uint64_t{to.row} * topk;
         for (uint32_t i = device::lane(); i < topk; i += device::kWarpSize) {
@@ -300,14 +332,6 @@ UCCL_EP_DEVICE void ll_write_token(const LowLatencyDispatchParameters &p, const 
         }
         if (device::lane() == 0)
             reinterpret_cast<int32_t *>(to.message + to.at.source)[to.row] = static_cast<int32_t>(token);
-    }
-    if (warp == warps - 1) {
-        for (uint32_t i = device::lane(); i < topk; i += device::kWarpSize) {
-            const int32_t expert = placing.expert[first_entry + i];
-            const uint64_t to = uint64_t{token} * topk + i;
-            p.combine_row[to] = expert < 0 ? -1 : placing.begin[expert] + placing.place[first_entry + i];
-            p.own_row[to] = -1;
-        }
     }
 }
 
@@ -356,7 +380,7 @@ UCCL_EP_DEVICE bool ll_wait_room(const Group &group, SignalKind credit, SignalKi
 UCCL_EP_DEVICE void ll_dispatch_send(const LowLatencyDispatchParameters &p) {
     const Group &group = p.group;
     const Layout &layout = group.layout;
-    const uint32_t ranks = group.num_ranks(), local_experts = p.shape.num_experts / ranks;
+    const uint32_t ranks = group.num_ranks();
     const uint32_t blocks = device::num_blocks(), block = device::block_index();
     uint64_t *sent = Counters::at(group, SingleCounter::kLowLatencyDispatchSent);
     const uint64_t number = *sent + 1;
@@ -373,46 +397,29 @@ UCCL_EP_DEVICE void ll_dispatch_send(const LowLatencyDispatchParameters &p) {
     // A rank that the wait leaves out must be known before rows are placed; without a mask, placing costs no time while
     // credits are on their way.
     bool ok = p.masked == nullptr || wait_room();
-    ll_place_rows(p, placing);
+    ll_place_rows(p, placing, parity);
     if (p.masked == nullptr) ok = wait_room();
     if (ok) {
+        if (device::warp_in_block() == device::warps_per_block() - 1) ll_place_home(p, placing, number);
         for (uint32_t token = block; token < p.num_tokens; token += blocks) {
-            ll_write_token(p, placing, token / blocks * p.shape.num_topk, token, parity);
+            ll_write_token(p, placing, token / blocks * p.shape.num_topk, token);
         }
     }
     // The last block has seen the others' arrival, so its signals carry their rows too.
     if (!last_block(group) || aborted(group)) return;
-    for (uint32_t i = device::warp_in_block(); i < ranks; i += device::warps_per_block()) {
+    const uint32_t thread = device::warp_in_block() * device::kWarpSize + device::lane();
+    for (uint32_t i = thread; i < ranks; i += device::warps_per_block() * device::kWarpSize) {
         const uint32_t rank = (group.rank + i) % ranks;
         if (masked(rank)) continue;
-        uint8_t *message = ll_message(group, rank, parity);
-        const uint32_t rows = static_cast<uint32_t>(placing.total[placing.experts + rank]);
-        const LowLatencyRows at = LowLatencyRows::of(p.shape, ranks, rows);
-        auto *counts = reinterpret_cast<int32_t *>(message + at.counts);
-        for (uint32_t e = device::lane(); e < local_experts; e += device::kWarpSize) {
-            counts[e] = placing.total[rank * local_experts + e];
-        }
-        if (device::lane() == 0) {
-            *reinterpret_cast<MessageHeader *>(message) =
-                MessageHeader{number,
-                              static_cast<uint32_t>(OperationKind::kLowLatencyDispatch),
-                              rows,
-                              p.shape.row_bytes,
-                              group.rank,
-                              {p.shape.max_tokens, p.shape.num_topk, p.shape.num_experts, p.shape.quantization,
-                               static_cast<uint32_t>(placing.begin[rank * local_experts]), p.shape.payload_type}};
-        }
-        device::sync_warp();
-        if (device::lane() == 0) {
-            uint64_t ticket = 0;
-            ll_send(group, rank, SignalKind::kLowLatencyDispatch,
-                    layout.has_remote ? layout.ll_dispatch_outbox(parity, rank) : 0,
-                    layout.ll_dispatch_inbox(parity, group.rank), at.end, number, Phase::kLowLatencyDispatchSend,
-                    &ticket);
-            if (!group.is_local(rank)) *Counters::ticket(group, parity, rank) = ticket + 1;
-        }
+        const LowLatencyRows at =
+            LowLatencyRows::of(p.shape, ranks, static_cast<uint32_t>(placing.total[placing.experts + rank]));
+        uint64_t ticket = 0;
+        ll_send(group, rank, SignalKind::kLowLatencyDispatch,
+                layout.has_remote ? layout.ll_dispatch_outbox(parity, rank) : 0,
+                layout.ll_dispatch_inbox(parity, group.rank), at.end, number, Phase::kLowLatencyDispatchSend, &ticket);
+        if (!group.is_local(rank)) *Counters::ticket(group, parity, rank) = ticket + 1;
     }
-    if (device::warp_in_block() == 0 && device::lane() == 0) *sent = number;
+    if (thread == 0) *sent = number;
 }
 
 // Check a message against this rank's own call. One thread.

@@ -62,6 +62,8 @@ UCCL_EP_DEVICE void sync_warp() {
     detail::drain();
     __syncwarp();
 }
+// The same where no copy is under way: only the lanes meet.
+UCCL_EP_DEVICE void sync_lanes() { __syncwarp(); }
 UCCL_EP_DEVICE void sync_block() {
     detail::drain();
     __syncthreads();

@@ -62,6 +62,7 @@ UCCL_EP_DEVICE void sync_warp() {
     __builtin_amdgcn_wave_barrier();
     __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront");
 }
+UCCL_EP_DEVICE void sync_lanes() { sync_warp(); }
 UCCL_EP_DEVICE void sync_block() {
     __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
     __builtin_amdgcn_s_barrier();

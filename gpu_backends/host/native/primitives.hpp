@@ -54,6 +54,7 @@ inline uint8_t *shared_memory() {
 
 // ---- convergence; each also orders memory among its threads ----
 inline void sync_warp() { host::Block::current().sync_warp(); }
+inline void sync_lanes() { sync_warp(); }  // where no copy is under way
 inline void sync_block() { host::Block::current().sync_block(); }
 // The same, and whether `predicate` holds on all threads of the block.
 inline bool sync_block_all(bool predicate) { return host::Block::current().sync_block_all(predicate); }
