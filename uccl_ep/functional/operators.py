@@ -24,10 +24,17 @@ from .buffers import communicator_of
 
 Tensor = torch.Tensor
 WEIGHTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# Schemas are written out: releases of torch differ in which annotations they can read.
+ROUTES = "Tensor is_token_in_rank, Tensor rows, str buffer, SymInt num_experts"
 COUNTED = 4  # rows of Routes.rows before the offsets: send, send by rail, receive, receive by rail
 
 
-@torch.library.custom_op("uccl_ep::dispatch", mutates_args=())
+@torch.library.custom_op(
+    "uccl_ep::dispatch",
+    mutates_args=(),
+    schema="(Tensor x, Tensor topk_idx, Tensor topk_weights, str buffer, SymInt num_experts, SymInt num_worst_tokens) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 def dispatch_operator(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor, buffer: str, num_experts: int, num_worst_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -66,7 +73,9 @@ def dispatch_operator(
     return out, result.topk_idx, weights, handle.is_token_in_rank, _pack(handle)
 
 
-@torch.library.custom_op("uccl_ep::dispatch_again", mutates_args=())
+@torch.library.custom_op(
+    "uccl_ep::dispatch_again", mutates_args=(), schema=f"(Tensor x, {ROUTES}, SymInt num_rows) -> Tensor"
+)
 def dispatch_again_operator(
     x: Tensor, is_token_in_rank: Tensor, rows: Tensor, buffer: str, num_experts: int, num_rows: int
 ) -> Tensor:
@@ -78,7 +87,7 @@ def dispatch_again_operator(
     return out.masked_fill_(behind.unsqueeze(1), 0)
 
 
-@torch.library.custom_op("uccl_ep::combine", mutates_args=())
+@torch.library.custom_op("uccl_ep::combine", mutates_args=(), schema=f"(Tensor x, {ROUTES}) -> Tensor")
 def combine_operator(x: Tensor, is_token_in_rank: Tensor, rows: Tensor, buffer: str, num_experts: int) -> Tensor:
     """Sum of the rows of each token, in rank order; see `uccl_ep.functional.combine`."""
     communicator = communicator_of(buffer)
@@ -86,7 +95,9 @@ def combine_operator(x: Tensor, is_token_in_rank: Tensor, rows: Tensor, buffer: 
     return high_throughput.combine(communicator, handle, x.contiguous())[0]
 
 
-@torch.library.custom_op("uccl_ep::combine_with_weights", mutates_args=())
+@torch.library.custom_op(
+    "uccl_ep::combine_with_weights", mutates_args=(), schema=f"(Tensor x, Tensor weights, {ROUTES}) -> (Tensor, Tensor)"
+)
 def combine_with_weights_operator(
     x: Tensor, weights: Tensor, is_token_in_rank: Tensor, rows: Tensor, buffer: str, num_experts: int
 ) -> tuple[Tensor, Tensor]:

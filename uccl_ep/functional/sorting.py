@@ -77,7 +77,12 @@ def unsort(y: Tensor, rows: SortedRows) -> Tensor:
     return sum_operator(y, rows.tokens, rows.places)
 
 
-@torch.library.custom_op("uccl_ep::order_by_expert", mutates_args=())
+@torch.library.custom_op(
+    "uccl_ep::order_by_expert",
+    mutates_args=(),
+    schema="(Tensor topk_idx, SymInt num_local_experts, SymInt alignment, SymInt max_rows) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
 def order_operator(
     topk_idx: Tensor, num_local_experts: int, alignment: int, max_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -112,7 +117,9 @@ def order_operator(
     return tokens, pairs, places.view(topk_idx.shape), counts[:-1].to(torch.int32)
 
 
-@torch.library.custom_op("uccl_ep::spread_rows", mutates_args=())
+@torch.library.custom_op(
+    "uccl_ep::spread_rows", mutates_args=(), schema="(Tensor x, Tensor tokens, Tensor places) -> Tensor"
+)
 def spread_operator(x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
     """[rows, hidden]: the token in each row, 0 where ``tokens`` is -1; the transpose of `sum_operator`."""
     if x.shape[0] == 0:
@@ -121,7 +128,9 @@ def spread_operator(x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
     return rows.masked_fill_((tokens < 0).unsqueeze(1), 0)
 
 
-@torch.library.custom_op("uccl_ep::sum_rows", mutates_args=())
+@torch.library.custom_op(
+    "uccl_ep::sum_rows", mutates_args=(), schema="(Tensor y, Tensor tokens, Tensor places) -> Tensor"
+)
 def sum_operator(y: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
     """[num_tokens, hidden]: each token's rows summed, always in the same order; the transpose of `spread_operator`."""
     wide = torch.float64 if y.dtype == torch.float64 else torch.float32
