@@ -70,7 +70,6 @@ int64_t Lane::refuse_write(const uccl_ep_write &write) {
 
 // Whether the queue takes one more operation now.
 bool Lane::accepts(const Draw &draw) {
-    if (down_) return false;
     if (outstanding_ >= faults_.send_queue_depth) return false;
     if (flights_.size() - free_flights_.size() >= kNetworkDepth * faults_.send_queue_depth) return false;
     if (!refusal_drawn_) {
@@ -125,7 +124,7 @@ int64_t Lane::post_writes(const uccl_ep_write *writes, uint64_t num_writes) {
         flight.write = write;
         if (faults_.imm_bits < 64) flight.write.immediate &= (uint64_t{1} << faults_.imm_bits) - 1;
         const bool fenced = (write.flags & UCCL_EP_WRITE_FENCED) != 0;
-        if (!fenced && draw.chance(kEarly, faults_.early_completion)) {
+        if (!fenced && !down_ && draw.chance(kEarly, faults_.early_completion)) {
             if (write.bytes == 0) {
                 flight.early = true;
             } else if (const auto offset = bounce_.allocate(write.bytes)) {
@@ -166,6 +165,11 @@ int64_t Lane::post_signals(const uccl_ep_signal *signals, uint64_t num_signals) 
 // Draws when, how often and in how many pieces an accepted operation lands.
 void Lane::schedule(uint32_t index, const Draw &draw) {
     Flight &flight = flights_[index];
+    if (down_) {  // flushed with an error, as by a queue pair in its error state
+        flight.status = -EIO;
+        events_.push({now(), flight.number, Event::kComplete, index, 0, 0, true});
+        return;
+    }
     const uint32_t peer = flight.is_signal ? flight.signal.peer : flight.write.peer;
     uint64_t delay = draw.time(kDelayOf, faults_.distribution, faults_.delay);
     uint64_t losses = 0;
@@ -204,7 +208,7 @@ void Lane::schedule(uint32_t index, const Draw &draw) {
 // All that is under way and was not reported yet fails at once, as when a queue pair goes into its error state;
 // but its bytes are in the network still, and land at their time unless the lane is renewed before.
 void Lane::maybe_break() {
-    if (faults_.break_every == 0 || number_ % faults_.break_every != 0) return;
+    if (faults_.break_every == 0 || down_ || number_ % faults_.break_every != 0) return;
     down_ = true;
     count(owner_.statistics_.breaks);
     error_ = "sim: the lane broke at operation " + std::to_string(number_ - 1) + ", as the option break_every asks";

@@ -138,7 +138,7 @@ class Lane {
     Bounce bounce_;
     uint64_t ticks_ = 0;
     uint64_t stalled_until_ = 0;
-    bool down_ = false;             // broken as the option break_every asks: takes no posts until renewed
+    bool down_ = false;             // broken as the option break_every asks: every post fails until renewed
     int64_t broken_ = 0;            // negative errno once an operation failed after its completion
     uint64_t number_ = 0;           // operations accepted
     uint64_t arrivals_ = 0;

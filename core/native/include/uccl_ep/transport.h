@@ -114,6 +114,7 @@ typedef struct uccl_ep_transport_ops {
      *      caller posts what failed again. An immediate that had arrived may still wait in the peer's queue.
      *   0: not yet; poll_completions goes on being called in between.
      *   a negative errno: this lane cannot be renewed; the group then fails.
+     * Until then every post on the lane completes with an error.
      * Where `write_order` or `signal_order` is promised, nothing posted behind an operation that failed may
      * land or complete without an error before this was called. NULL (the usual case): errors are final. */
     int64_t (*renew_lane)(void *context, uint32_t lane);
