@@ -8,6 +8,8 @@ deepep backend, against the alltoall dispatcher of the same layer. `transformers
 are divided among the ranks, against the whole model on one GPU. ``--small`` makes both fit a CPU, where allgather is
 the reference, since Megatron's alltoall needs a GPU.
 
+megatron-core 0.19 needs Python 3.12, triton and einops beside torch; install it with --no-deps.
+
 Times are medians over iterations of the slowest rank, the ways in alternation, CUDA events around the whole.
 """
 
