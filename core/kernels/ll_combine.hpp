@@ -130,7 +130,7 @@ UCCL_EP_DEVICE void ll_combine_receive(const LowLatencyCombineParameters &p) {
     bool ok = true;
     for (uint32_t i = device::warp_in_block(); i < ranks; i += device::warps_per_block()) {
         const uint32_t source = (group.rank + i) % ranks;
-        if (masked(source) || device::lane() != 0) continue;
+        if (masked(source) || device::lane() != 0 || !looks_at(group, source)) continue;
         const bool timed = p.wait_cost != nullptr && device::block_index() == 0 && source != group.rank;
         const uint64_t start = timed ? device::now_ns() : 0;
         const uint32_t signal = layout.signal_index(SignalKind::kLowLatencyCombine, source, 0);
@@ -138,7 +138,7 @@ UCCL_EP_DEVICE void ll_combine_receive(const LowLatencyCombineParameters &p) {
                                      LowLatencyHalf::kCombineReceive, number);
         if (timed) p.wait_cost[source] += static_cast<int64_t>(device::now_ns() - start);
     }
-    if (device::sync_block_all(ok)) {
+    if (all_have_looked(group, ok)) {
         const uint8_t *inbox = group.data + layout.ll_combine_inbox(parity);
         auto *terms =
             reinterpret_cast<WeightedRow *>(device::shared_memory()) + device::warp_in_block() * shape.num_topk;

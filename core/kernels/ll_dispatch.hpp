@@ -356,6 +356,17 @@ UCCL_EP_DEVICE bool ll_send(const Group &group, uint32_t peer, SignalKind kind, 
     }
 }
 
+// Whether this block looks for itself at what `peer` says: what a transport brings lies in host memory, where the reads
+// of all blocks would queue up, so that one block asks and the others wait for it at a barrier.
+UCCL_EP_DEVICE bool looks_at(const Group &group, uint32_t peer) {
+    return group.is_local(peer) || device::block_index() == 0;
+}
+
+// The barrier behind such looks; called by all blocks.
+UCCL_EP_DEVICE bool all_have_looked(const Group &group, bool ok) {
+    return group.layout.has_remote ? sync_grid(group) : device::sync_block_all(ok);
+}
+
 // Wait until the messages of two operations ago have been read, so that their places can be filled again: inboxes by
 // the credits of the peers, outboxes by the completions of the transport. The whole block; false on failure.
 UCCL_EP_DEVICE bool ll_wait_room(const Group &group, SignalKind credit, SignalKind data, uint64_t number,
@@ -363,17 +374,18 @@ UCCL_EP_DEVICE bool ll_wait_room(const Group &group, SignalKind credit, SignalKi
     const Layout &layout = group.layout;
     bool ok = true;
     for (uint32_t peer = device::warp_in_block(); peer < group.num_ranks(); peer += device::warps_per_block()) {
-        if (peer == group.rank || (masked != nullptr && masked[peer] != 0) || device::lane() != 0) continue;
+        if (peer == group.rank || !looks_at(group, peer) || (masked != nullptr && masked[peer] != 0) ||
+            device::lane() != 0)
+            continue;
         if (number > 2) {
             ok = ok && wait_or_leave_out(group, {phase, peer, layout.signal_index(credit, peer, 0), number - 2}, masked,
                                          half, number);
         }
-        // Completions lie in host memory: one block asks, the others wait for it below.
-        if (!group.is_local(peer) && device::block_index() == 0 && ok && tickets[peer] != 0) {
+        if (!group.is_local(peer) && ok && tickets[peer] != 0) {
             ok = wait_completed(group, peer, layout.signal_index(data, group.rank, 0), tickets[peer] - 1, phase);
         }
     }
-    return layout.has_remote ? sync_grid(group) : device::sync_block_all(ok);
+    return all_have_looked(group, ok);
 }
 
 // The send half. The whole grid.
@@ -613,7 +625,7 @@ UCCL_EP_DEVICE void ll_dispatch_receive(const LowLatencyDispatchParameters &p) {
     bool ok = true;
     for (uint32_t i = warp; i < ranks; i += warps) {
         const uint32_t source = (group.rank + i) % ranks;
-        if (device::lane() != 0) continue;
+        if (device::lane() != 0 || !looks_at(group, source)) continue;
         const auto *header = reinterpret_cast<const MessageHeader *>(message_of(source));
         if (!masked(source)) {
             const bool timed = p.wait_cost != nullptr && device::block_index() == 0 && source != group.rank;
@@ -627,7 +639,12 @@ UCCL_EP_DEVICE void ll_dispatch_receive(const LowLatencyDispatchParameters &p) {
         }
         arrivals.rows[source] = masked(source) ? 0 : header->rows;
     }
-    ok = device::sync_block_all(ok);
+    ok = all_have_looked(group, ok);
+    for (uint32_t source = warp * device::kWarpSize + device::lane(); source < ranks && ok;
+         source += warps * device::kWarpSize) {
+        if (looks_at(group, source)) continue;
+        arrivals.rows[source] = masked(source) ? 0 : reinterpret_cast<const MessageHeader *>(message_of(source))->rows;
+    }
     if (ok) {
         for (uint32_t e = warp * device::kWarpSize + device::lane(); e < local_experts;
              e += warps * device::kWarpSize) {

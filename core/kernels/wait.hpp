@@ -76,16 +76,17 @@ class WaitLimit {
         if (start_ == 0) start_ = now;
         const uint64_t elapsed = now - start_;
         // All blocks may wait here, and their reads of host memory would queue up for longer than most waits last.
+        bool gone = false;
         if (elapsed >= next_look_) {
             next_look_ = elapsed + 1000000;
             if (aborted_by_others(group_)) return false;
+            gone = is_gone(group_, awaited_.peer);
         }
         if (device::interrupted()) {
             fail(group_, Reason::kInterrupted, {awaited_.phase, group_.rank, awaited_.signal, awaited_.expected}, seen,
                  elapsed);
             return false;
         }
-        const bool gone = is_gone(group_, awaited_.peer);
         if (gone || elapsed > group_.timeout_ns) {
             if (!awaited_.can_leave_out) fail(group_, gone ? Reason::kDead : Reason::kTimeout, awaited_, seen, elapsed);
             return false;
