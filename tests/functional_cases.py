@@ -186,7 +186,7 @@ def operators_keep_their_promises(ctx: Context) -> None:
     recv_weights = tokens.topk_weights.detach().requires_grad_()
     routes = (*tokens.routes[:2], name, num_experts)
     torch.library.opcheck(operators.dispatch_again_operator, (x, *routes, recv.shape[0]))
-    torch.library.opcheck(operators.combine_operator, (recv, *routes))
+    torch.library.opcheck(operators.combine_operator, (recv, *routes, recv.shape[0]))
     torch.library.opcheck(operators.combine_with_weights_operator, (recv, recv_weights, *routes))
 
 
@@ -253,4 +253,9 @@ def refused(ctx: Context) -> None:
     wrong = tokens.routes._replace(rows=tokens.routes.rows[:, :1])
     with pytest.raises(ValueError, match="use the buffer that made them"):
         functional.combine(tokens.x, wrong, buffer)
+    num_rows = tokens.x.shape[0]
+    # Otherwise the kernel would read what is behind x, or leave rows out.
+    for rows_given in {0, num_rows + 1, 2 * num_rows} - {num_rows}:
+        with pytest.raises(ValueError, match=rf"give \[{num_rows}, hidden\].*unsort"):
+            functional.combine(torch.ones(rows_given, HIDDEN), tokens.routes, buffer)
     functional.combine(tokens.x, tokens.routes, buffer)

@@ -37,11 +37,13 @@ class Routes(NamedTuple):
         is_token_in_rank: bool [num_tokens, num_ranks].
         rows: int32 [5, num_ranks * num_channels + 1], counts and offsets by rank and channel.
         num_experts: of the whole group.
+        num_rows: of the received tokens.
     """
 
     is_token_in_rank: torch.Tensor
     rows: torch.Tensor
     num_experts: int
+    num_rows: int
 
 
 class Tokens(NamedTuple):
@@ -84,7 +86,7 @@ def dispatch(
     out, idx, weights, in_rank, rows = dispatch_operator(
         x, topk_idx, topk_weights, _name(buffer), num_experts, num_worst_tokens
     )
-    return Tokens(out, idx, weights, Routes(in_rank, rows, num_experts))
+    return Tokens(out, idx, weights, Routes(in_rank, rows, num_experts, out.shape[0]))
 
 
 def combine(x: torch.Tensor, routes: Routes, buffer: Buffer | str) -> torch.Tensor:
@@ -99,8 +101,12 @@ def combine(x: torch.Tensor, routes: Routes, buffer: Buffer | str) -> torch.Tens
 
     Returns:
         [num_tokens, hidden] of x's dtype.
+
+    Raises:
+        ArgumentError: ``x`` has not the rows of the dispatch, or as `Buffer.combine`, before any rank communicates.
     """
-    return combine_operator(x, routes.is_token_in_rank, routes.rows, _name(buffer), routes.num_experts)
+    in_rank, rows, num_experts, num_rows = routes
+    return combine_operator(x, in_rank, rows, _name(buffer), num_experts, num_rows)
 
 
 def _name(buffer: Buffer | str) -> str:

@@ -87,10 +87,21 @@ def dispatch_again_operator(
     return out.masked_fill_(behind.unsqueeze(1), 0)
 
 
-@torch.library.custom_op("uccl_ep::combine", mutates_args=(), schema=f"(Tensor x, {ROUTES}) -> Tensor")
-def combine_operator(x: Tensor, is_token_in_rank: Tensor, rows: Tensor, buffer: str, num_experts: int) -> Tensor:
-    """Sum of the rows of each token, in rank order; see `uccl_ep.functional.combine`."""
+@torch.library.custom_op("uccl_ep::combine", mutates_args=(), schema=f"(Tensor x, {ROUTES}, SymInt num_rows) -> Tensor")
+def combine_operator(
+    x: Tensor, is_token_in_rank: Tensor, rows: Tensor, buffer: str, num_experts: int, num_rows: int
+) -> Tensor:
+    """Sum of the rows of each token, in rank order; see `uccl_ep.functional.combine`.
+
+    Args:
+        num_rows: of the dispatch; here, since only an operator can compare it with x under torch.compile.
+    """
     communicator = communicator_of(buffer)
+    if check_tensor("x", x).dim() != 2 or x.shape[0] != num_rows:
+        raise ArgumentError(
+            f"x is {list(x.shape)}: give [{num_rows}, hidden], a row for each that dispatch returned (unsort makes "
+            "them of rows by expert)"
+        )
     handle = _unpack(communicator, is_token_in_rank, rows, num_experts, x.shape[0])
     return high_throughput.combine(communicator, handle, x.contiguous())[0]
 
@@ -172,7 +183,7 @@ def _(x: Tensor, is_token_in_rank: Tensor, rows: Tensor, buffer: str, num_expert
 
 
 @combine_operator.register_fake
-def _(x: Tensor, is_token_in_rank: Tensor, rows: Tensor, buffer: str, num_experts: int) -> Tensor:
+def _(x: Tensor, is_token_in_rank: Tensor, rows: Tensor, buffer: str, num_experts: int, num_rows: int) -> Tensor:
     return x.new_empty((is_token_in_rank.shape[0], x.shape[1]))
 
 
@@ -206,21 +217,28 @@ def _save_dispatch_again(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> N
 
 
 def _dispatch_again_backward(ctx: Any, grad: Tensor) -> Any:
-    return combine_operator(grad, *ctx.saved_tensors, ctx.buffer, ctx.num_experts), None, None, None, None, None
+    routes = (*ctx.saved_tensors, ctx.buffer, ctx.num_experts, grad.shape[0])
+    return combine_operator(grad, *routes), None, None, None, None, None
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    *_, is_token_in_rank, rows, ctx.buffer, ctx.num_experts = inputs
-    ctx.num_rows = inputs[0].shape[0]
+    _, is_token_in_rank, rows, ctx.buffer, ctx.num_experts, ctx.num_rows = inputs
+    ctx.save_for_backward(is_token_in_rank, rows)
+
+
+def _save_combine_with_weights(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, _, is_token_in_rank, rows, ctx.buffer, ctx.num_experts = inputs
+    ctx.num_rows = x.shape[0]
     ctx.save_for_backward(is_token_in_rank, rows)
 
 
 def _combine_backward(ctx: Any, *grads: Tensor) -> Any:
     routes = (*ctx.saved_tensors, ctx.buffer, ctx.num_experts, ctx.num_rows)
-    return *(dispatch_again_operator(grad, *routes) for grad in grads), None, None, None, None
+    others = [None] * (6 - len(grads))  # both operators take six arguments
+    return *(dispatch_again_operator(grad, *routes) for grad in grads), *others
 
 
 dispatch_operator.register_autograd(_dispatch_backward, setup_context=_save_dispatch)
 dispatch_again_operator.register_autograd(_dispatch_again_backward, setup_context=_save_dispatch_again)
 combine_operator.register_autograd(_combine_backward, setup_context=_save_combine)
-combine_with_weights_operator.register_autograd(_combine_backward, setup_context=_save_combine)
+combine_with_weights_operator.register_autograd(_combine_backward, setup_context=_save_combine_with_weights)
