@@ -27,11 +27,8 @@ struct DeviceAtomics {
     }
 };
 
-// Which ring a signal's messages go through: always the same one, so that they keep their order and
-// one proxy owns their state. Multiplication by an odd constant spreads neighbouring signals.
 UCCL_EP_DEVICE const RingView &ring_of(const Group &group, uint32_t peer, uint32_t signal) {
-    const uint64_t key = (uint64_t{signal} * kMaxRanks + peer) * 0x9e3779b97f4a7c15u;
-    return group.rings[(key >> 40) % group.num_rings];
+    return group.rings[group.layout.ring_index(peer, signal, group.num_rings)];
 }
 
 // Push a command; called by one thread. The staged bytes it names were written by this thread, or by

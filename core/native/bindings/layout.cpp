@@ -113,6 +113,7 @@ void bind_layout(py::module_ &module) {
                 return layout.signal_index(static_cast<SignalKind>(kind), peer, channel);
             },
             py::arg("kind"), py::arg("peer"), py::arg("channel"))
+        .def("ring_index", &Layout::ring_index, py::arg("peer"), py::arg("signal"), py::arg("num_rings"))
         .def("signal_offset", &Layout::signal_offset, py::arg("index"))
         .def("outbox_offset", &Layout::outbox_offset, py::arg("peer"), py::arg("entry"))
         .def("outbox_entries", &Layout::outbox_entries)

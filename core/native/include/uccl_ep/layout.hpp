@@ -194,6 +194,18 @@ struct Layout {
     UCCL_EP_DEVICE uint32_t signal_index(SignalKind kind, uint32_t peer, uint32_t channel) const {
         return static_cast<uint32_t>(kind) * static_cast<uint32_t>(signals_per_kind()) + peer * num_channels + channel;
     }
+    // Which ring the messages of a signal to `peer` go through: always the same one, so that they keep their
+    // order and one proxy owns their state. Counting through the peers and channels that a phase uses, so that
+    // no ring, and no proxy, gets more than its share and one: a hash gave some rings seven times theirs.
+    UCCL_EP_DEVICE uint32_t ring_index(uint32_t peer, uint32_t signal, uint32_t num_rings) const {
+        const uint32_t kind = signal / static_cast<uint32_t>(signals_per_kind());
+        if (kind >= static_cast<uint32_t>(SignalKind::kLowLatencyDispatch)) {
+            return peer % num_rings;  // low latency and barrier: one signal a peer
+        }
+        const bool rail = kind == static_cast<uint32_t>(SignalKind::kRailData) ||
+                          kind == static_cast<uint32_t>(SignalKind::kRailCredit);
+        return ((rail ? peer / ranks_per_domain : peer) * num_channels + signal % num_channels) % num_rings;
+    }
     UCCL_EP_DEVICE uint64_t signal_offset(uint32_t index) const {
         return verdict_offset(num_ranks) + uint64_t{index} * kCacheLine;
     }

@@ -1,0 +1,79 @@
+"""The trace of an engine obeys the trace event format that Perfetto reads."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from uccl_ep_core import _native
+from uccl_ep_shm import ShmTransport
+
+sys.path.insert(0, str(Path(__file__).parent))
+import engine_ranks
+
+# What each phase of an event must carry, by the trace event format.
+REQUIRED = {
+    "M": {"name", "pid", "args"},
+    "b": {"name", "cat", "id", "pid", "tid", "ts"},
+    "n": {"name", "cat", "id", "pid", "tid", "ts"},
+    "e": {"name", "cat", "id", "pid", "tid", "ts"},
+    "i": {"name", "pid", "tid", "ts", "s"},
+}
+
+
+def check(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events, after every rule that the format has for those used here."""
+    assert set(trace) <= {"traceEvents", "displayTimeUnit", "otherData"}
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    opened: dict[tuple[str, str], list[tuple[str, float]]] = {}
+    for event in trace["traceEvents"]:
+        assert event["ph"] in REQUIRED, event
+        assert REQUIRED[event["ph"]] <= set(event), event
+        assert isinstance(event["name"], str) and isinstance(event["pid"], int), event
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name") and isinstance(event["args"]["name"], str), event
+            continue
+        assert isinstance(event["ts"], (int, float)) and event["ts"] >= 0 and isinstance(event["tid"], int), event
+        if event["ph"] == "i":
+            assert event["s"] in ("g", "p", "t"), event
+            continue
+        stack = opened.setdefault((event["cat"], str(event["id"])), [])
+        if event["ph"] == "b":
+            stack.append((event["name"], event["ts"]))
+            continue
+        assert stack, f"an event of a slice that is not open: {event}"
+        assert event["ts"] >= stack[-1][1], f"before its slice began: {event}"
+        if event["ph"] == "e":
+            assert stack.pop()[0] == event["name"], event
+    assert not any(opened.values()), f"slices without an end: {[key for key, stack in opened.items() if stack]}"
+    return list(trace["traceEvents"])
+
+
+@pytest.mark.parametrize("plan", ["native", "counted", "fenced"])
+def test_the_trace_is_valid_and_tells_the_life_of_every_command(tmp_path: Path, plan: str) -> None:
+    both = [engine_ranks.Rank(rank, 2, ShmTransport.open(None, {})) for rank in range(2)]
+    addresses = [rank.transport.address() for rank in both]
+    for rank in both:
+        rank.connect(addresses, plan, 1, options={"trace": str(tmp_path / "trace.json")})
+    sender, receiver = both
+    signal = sender.layout.signal_index(_native.SignalKind.DIRECT_DATA, 0, 0)
+    for value in range(1, 31):
+        sender.push(0, peer=1, local_offset=0, remote_offset=0, bytes=64, signal=signal, value=value)
+        receiver.wait_signal(signal, value)
+    for rank in both:
+        assert rank.engine is not None and rank.engine.stop(10.0)
+    events = check(json.loads((tmp_path / "trace.0.json").read_text()))
+    named = [event for event in events if event["name"] == "command"]
+    assert {event["args"]["ticket"] for event in named} == set(range(30))
+    assert len([e for e in events if e["name"] == "posted"]) == 30
+    arrived = check(json.loads((tmp_path / "trace.1.json").read_text()))
+    if plan == "counted":
+        assert any(event["name"] == "signal raised" for event in arrived)
+    else:
+        assert any(event["name"] == "signal sent" for event in events)
+    for rank in both:
+        rank.close()
