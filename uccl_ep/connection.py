@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from uccl_ep_core import _native, ordering
+from uccl_ep_core import _native, numa, ordering
 from uccl_ep_core.config import Configuration
 from uccl_ep_core.errors import BufferClosedError, CapabilityError, ConfigurationError, EPError
 from uccl_ep_core.gpu_backend import Window
@@ -224,7 +224,7 @@ class Connection:
             )
 
     def _allocate(self, remote: bool) -> None:
-        backend, windows = self.backend, self._resources.windows
+        backend = self.backend
         device_memory = remote and self.transport.capabilities.device_memory
         data_bytes = self.layout.data_bytes()
         if data_bytes > _native.MAX_WINDOW_BYTES:
@@ -232,6 +232,13 @@ class Connection:
                 f"a data window of {data_bytes} bytes: at most {_native.MAX_WINDOW_BYTES}; use a smaller "
                 "num_rdma_bytes, slot_bytes or num_slots"
             )
+        # Rings, signals and host windows on the node of the device, or of this CPU; the proxies run there too.
+        self.numa = numa.home(backend.describe().get("pci_address"))
+        with numa.preferring(self.numa[0] if self.numa else None):
+            self._allocate_windows(data_bytes, remote, device_memory)
+
+    def _allocate_windows(self, data_bytes: int, remote: bool, device_memory: bool) -> None:
+        backend, windows = self.backend, self._resources.windows
         self.data = backend.allocate_data_window(data_bytes, for_transport=remote, device_memory=device_memory)
         windows.append(self.data)
         self.control = backend.allocate_host_window(self.layout.control_bytes())
@@ -307,6 +314,7 @@ class Connection:
                 "max_inflight_peer": general.max_inflight_bytes_per_peer,
                 "max_inflight_nic": general.max_inflight_bytes_per_nic,
                 "pin": general.pin_proxies,
+                "cpus": self.numa[1] if self.numa else [],
                 "trace": general.trace,
             },
         )

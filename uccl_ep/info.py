@@ -9,7 +9,7 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
-from uccl_ep_core import registry
+from uccl_ep_core import numa, registry
 from uccl_ep_core.config import SECTIONS, Configuration
 from uccl_ep_core.errors import EPError
 from uccl_ep_core.ordering import choose_plan
@@ -52,6 +52,7 @@ def _versions() -> Facts:
     facts["python"] = platform.python_version()
     facts["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
     facts["cores"] = len(os.sched_getaffinity(0))
+    facts["NUMA nodes"] = numa.describe()
     return facts
 
 

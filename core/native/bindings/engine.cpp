@@ -63,6 +63,8 @@ EngineOptions options_of(const py::dict &given) {
             options.pin = value.cast<bool>();
         } else if (name == "first_cpu") {
             options.first_cpu = value.cast<uint32_t>();
+        } else if (name == "cpus") {
+            options.cpus = value.cast<std::vector<uint32_t>>();
         } else if (name == "flush_function") {
             options.flush_function = value.cast<uint64_t>();
         } else if (name == "flush_context") {
@@ -72,7 +74,7 @@ EngineOptions options_of(const py::dict &given) {
         } else {
             throw std::invalid_argument("engine option '" + name +
                                         "' is unknown: use timeout_s, heartbeat_timeout_s, max_inflight_peer, "
-                                        "max_inflight_nic, batch, spins, yields, pin, first_cpu, flush_function, "
+                                        "max_inflight_nic, batch, spins, yields, pin, first_cpu, cpus, flush_function, "
                                         "flush_context or trace");
         }
     }

@@ -23,12 +23,29 @@ void require(bool holds, const std::string &words) {
     }
 }
 
-void pin_to(uint32_t cpu) {
-    const long cpus = sysconf(_SC_NPROCESSORS_ONLN);
+// A wish: refusal costs speed only.
+void run_on(const EngineOptions &options, uint32_t lane) {
+    const long online = sysconf(_SC_NPROCESSORS_ONLN);
     cpu_set_t set;
     CPU_ZERO(&set);
-    CPU_SET(cpus > 0 ? cpu % static_cast<uint32_t>(cpus) : 0, &set);
-    (void)pthread_setaffinity_np(pthread_self(), sizeof(set), &set);  // a wish: refusal costs speed only
+    const auto add = [&set](uint32_t cpu) {
+        if (cpu < CPU_SETSIZE) {
+            CPU_SET(cpu, &set);
+        }
+    };
+    if (options.pin) {
+        const uint32_t wanted = options.first_cpu + lane;
+        add(!options.cpus.empty() ? options.cpus[wanted % options.cpus.size()]
+            : online > 0          ? wanted % static_cast<uint32_t>(online)
+                                  : 0);
+    } else {
+        for (const uint32_t cpu : options.cpus) {
+            add(cpu);
+        }
+    }
+    if (CPU_COUNT(&set) != 0) {
+        (void)pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
+    }
 }
 
 }  // namespace
@@ -93,9 +110,7 @@ void Engine::start() {
     for (uint32_t lane = 0; lane < shared_->num_proxies; ++lane) {
         // The thread owns all it touches, so that one that never returns cannot touch freed memory.
         threads_.emplace_back([shared = shared_, proxy = proxies_[lane], ends = ends_, lane] {
-            if (shared->options.pin) {
-                pin_to(shared->options.first_cpu + lane);
-            }
+            run_on(shared->options, lane);
             proxy->run();
             const std::lock_guard lock(ends->mutex);
             --ends->running;

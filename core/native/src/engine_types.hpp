@@ -40,6 +40,7 @@ struct EngineOptions {
     uint32_t yields = 200;           // passes with a yield before it backs off
     bool pin = false;
     uint32_t first_cpu = 0;
+    std::vector<uint32_t> cpus;      // where proxies may run, one of them each where `pin`; empty: anywhere
     uint64_t flush_function = 0;     // void (*)(void *): makes arrived payload visible to the device
     uint64_t flush_context = 0;
     std::string trace_path;
