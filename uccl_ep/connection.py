@@ -233,7 +233,8 @@ class Connection:
                 "num_rdma_bytes, slot_bytes or num_slots"
             )
         # Rings, signals and host windows on the node of the device, or of this CPU; the proxies run there too.
-        self.numa = numa.home(backend.describe().get("pci_address"))
+        facts = backend.describe() if hasattr(backend, "describe") else {}
+        self.numa = numa.home(facts.get("pci_address"))
         with numa.preferring(self.numa[0] if self.numa else None):
             self._allocate_windows(data_bytes, remote, device_memory)
 
