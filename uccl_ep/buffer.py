@@ -377,7 +377,8 @@ class Buffer:
                 long as none is named more than ``num_max_dispatch_tokens_per_rank`` times.
             cumulative_local_expert_recv_stats: int32 [local experts], raised by what arrives.
             dispatch_wait_recv_cost_stats: int64 [num_ranks], raised by the wait for each rank.
-            use_fp8: cast to e4m3 in the send, with a float32 scale for each 128 elements.
+            use_fp8: cast to float8_e4m3fn in the send, on every device, with a float32 scale for each 128 elements
+                (`uccl_ep.float8.to_fnuz` for gfx942).
             round_scale: scales are powers of two; it and use_ue8m0 say nothing where there are no scales.
             use_ue8m0: scales are returned as exponents, four to an int32 (with ``round_scale``).
             return_recv_hook: return after the send half; ``hook()`` receives.

@@ -8,10 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from uccl_ep_core import kernels_compile
 from uccl_ep_core.device_runtime.compiler import CompileError
 from uccl_ep_core.device_runtime.objects import find_object
-from uccl_ep_core.device_runtime.offline import KernelResources, OfflineBuild, check_complete, offline_compiler
+from uccl_ep_core.device_runtime.offline import (
+    KernelResources,
+    OfflineBuild,
+    OfflineCompiler,
+    check_complete,
+    offline_compiler,
+)
 from uccl_ep_core.device_runtime.resource_table import read_table, regressions, write_table
+from uccl_ep_core.device_runtime.sources import Unit
 
 ROOT = Path(__file__).resolve().parents[2]
 ALGORITHMS = sorted((ROOT / "core" / "kernels").glob("*.*"))
@@ -113,6 +121,45 @@ def test_table_reports_spills_growth_and_strangers(tmp_path: Path) -> None:
     assert "a on one: registers grew from 100 to 140" in problems
     assert "b on one spills (8)" in problems
     assert "c on one is not in the table" in problems
+
+
+class InventedCompiler(OfflineCompiler):
+    """Gives the figures it is told to, for one kernel of one architecture."""
+
+    architectures = ("one",)
+    suffix = "o"
+
+    def __init__(self, table: Path) -> None:
+        self.table = table
+        self.figures = KernelResources(100)
+
+    def unavailable_because(self) -> str:
+        return ""
+
+    def units(self) -> list[Unit]:
+        return [Unit("unit", "source", {}, ("kernel",))]
+
+    def compile(self, unit: Unit, architecture: str) -> OfflineBuild:
+        return OfflineBuild(b"code", {"kernel": self.figures})
+
+
+def test_make_kernels_fails_where_a_figure_grew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiler = InventedCompiler(tmp_path / "t.json")
+    monkeypatch.setattr(kernels_compile, "offline_compilers", lambda: {"invented": compiler})
+    assert kernels_compile.main([]) == 1, "a kernel that no table has"
+    assert kernels_compile.main(["--update"]) == 0
+    assert kernels_compile.main([]) == 0
+    for worse, words in (
+        (KernelResources(200), "grew from 100 to 200"),
+        (KernelResources(100, spills=1), "spills (1)"),
+    ):
+        compiler.figures = worse
+        capsys.readouterr()
+        assert kernels_compile.main([]) == 1
+        assert words in capsys.readouterr().err
+    assert kernels_compile.main(["--update"]) == 1, "spills are in no table"
 
 
 def test_tables_cover_all_architectures() -> None:

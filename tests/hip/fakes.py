@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import importlib
+import re
 import struct
 import subprocess
 from collections.abc import Callable
@@ -18,21 +19,17 @@ from uccl_ep_core.device_runtime.torch_device import TorchDevice
 
 _TESTS = Path(__file__).resolve().parents[1]
 
-# The kernels of core/kernels with their parameter structs.
-KERNELS = {
-    "uccl_ep_routing": kernel_parameters.RoutingParameters,
-    "uccl_ep_notify": kernel_parameters.NotifyParameters,
-    "uccl_ep_dispatch": kernel_parameters.DispatchParameters,
-    "uccl_ep_combine": kernel_parameters.CombineParameters,
-    "uccl_ep_term_order": kernel_parameters.TermOrderParameters,
-    "uccl_ep_gather": kernel_parameters.GatherParameters,
-    "uccl_ep_fold": kernel_parameters.FoldParameters,
-    "uccl_ep_ll_dispatch_send": kernel_parameters.LowLatencyDispatchParameters,
-    "uccl_ep_ll_dispatch_receive": kernel_parameters.LowLatencyDispatchParameters,
-    "uccl_ep_ll_combine_send": kernel_parameters.LowLatencyCombineParameters,
-    "uccl_ep_ll_combine_receive": kernel_parameters.LowLatencyCombineParameters,
-    "uccl_ep_barrier": kernel_parameters.BarrierParameters,
-}
+
+def _declared_kernels() -> dict[str, type[ctypes.Structure]]:
+    """The kernels of core/kernels with their parameter structs."""
+    found: dict[str, type[ctypes.Structure]] = {}
+    for path in sorted((_TESTS.parent / "core" / "kernels").glob("*.hpp")):
+        for name, parameters in re.findall(r"^UCCL_EP_KERNEL\((\w+), (\w+)\)", path.read_text(), re.MULTILINE):
+            found[name] = getattr(kernel_parameters, parameters)
+    return found
+
+
+KERNELS = _declared_kernels()
 
 LAUNCHER = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_int
@@ -69,12 +66,22 @@ class FakeFiles:
         driver: the fake driver.
         compiler: the fake run-time compiler.
         image: what it compiles to, an object with all kernels.
+        longer: the same, but dispatch takes a struct that is 8 bytes longer.
+        split: the same, but dispatch takes its struct as two arguments.
     """
 
     vendor: str
     driver: Path
     compiler: Path
     image: Path
+
+    @property
+    def longer(self) -> Path:
+        return self.image.with_suffix(".longer")
+
+    @property
+    def split(self) -> Path:
+        return self.image.with_suffix(".split")
 
     @property
     def options(self) -> dict[str, str]:
@@ -88,11 +95,19 @@ def build(vendor: str, folder: Path) -> FakeFiles:
     files = FakeFiles(vendor, driver, compiler, folder / f"{vendor}.image")
     _compile(_TESTS / vendor / "fake" / f"fake_{vendor}.cpp", files.driver)
     _compile(_TESTS / "hip" / "fake" / "fake_compiler.cpp", files.compiler, f"-DPREFIX={prefix}", f"-DCODE={code}")
-    assembly = folder / f"{vendor}.s"
-    assembly.write_text(_object_source(vendor))
-    command = ["gcc", "-shared", "-nostdlib", "-Wl,--build-id=none", str(assembly), "-o", str(files.image)]
-    subprocess.run(command, check=True, timeout=60)
+    _assemble(vendor, files.image)
+    if vendor == "hip":
+        size = ctypes.sizeof(KERNELS["uccl_ep_dispatch"])
+        _assemble(vendor, files.longer, [_argument(0, size + 8)])
+        _assemble(vendor, files.split, [_argument(0, size - 8), _argument(size - 8, 8)])
     return files
+
+
+def _assemble(vendor: str, image: Path, dispatch: list[dict[str, Any]] | None = None) -> None:
+    assembly = image.with_suffix(".s")
+    assembly.write_text(_object_source(vendor, dispatch))
+    command = ["gcc", "-shared", "-nostdlib", "-Wl,--build-id=none", str(assembly), "-o", str(image)]
+    subprocess.run(command, check=True, timeout=60)
 
 
 def _compile(source: Path, library: Path, *flags: str) -> None:
@@ -100,24 +115,36 @@ def _compile(source: Path, library: Path, *flags: str) -> None:
     subprocess.run([*command, "-o", str(library)], check=True, timeout=120)
 
 
-def _object_source(vendor: str) -> str:
-    """An object with a symbol for each kernel and, for AMD, the note that describes their parameters."""
+def _object_source(vendor: str, dispatch: list[dict[str, Any]] | None) -> str:
+    """An object with a symbol for each kernel and, for AMD, the note that describes their parameters.
+
+    ``dispatch`` is what it says of the arguments of uccl_ep_dispatch, None for the truth.
+    """
     lines = [".data"]
     for name in KERNELS:
         symbol = f'"{name}.kd"' if vendor == "hip" else f'"{name}"'
         lines += [f".globl {symbol}", f"{symbol}: .quad 0"]
     if vendor == "hip":
-        kernels = [_describe(*kernel) for kernel in KERNELS.items()]
+        kernels = [
+            _describe(
+                name, dispatch if dispatch and name == "uccl_ep_dispatch" else [_argument(0, ctypes.sizeof(kind))]
+            )
+            for name, kind in KERNELS.items()
+        ]
         metadata = encode({"amdhsa.version": [1, 2], "amdhsa.kernels": kernels})
         note = struct.pack("<III", 7, len(metadata), 32) + b"AMDGPU\0\0" + metadata + b"\0" * (-len(metadata) % 4)
         lines += ['.section .note,"a",@note', ".byte " + ",".join(map(str, note))]
     return "\n".join([*lines, '.section .note.GNU-stack,"",@progbits', ""])
 
 
-def _describe(name: str, parameters: type[ctypes.Structure]) -> dict[str, Any]:
-    size = ctypes.sizeof(parameters)
-    hidden = {".offset": -(-size // 8) * 8, ".size": 4, ".value_kind": "hidden_block_count_x"}
-    return {".name": name, ".args": [{".offset": 0, ".size": size, ".value_kind": "by_value"}, hidden]}
+def _argument(offset: int, size: int) -> dict[str, Any]:
+    return {".offset": offset, ".size": size, ".value_kind": "by_value"}
+
+
+def _describe(name: str, arguments: list[dict[str, Any]]) -> dict[str, Any]:
+    end = arguments[-1][".offset"] + arguments[-1][".size"]
+    hidden = {".offset": -(-end // 8) * 8, ".size": 4, ".value_kind": "hidden_block_count_x"}
+    return {".name": name, ".args": [*arguments, hidden]}
 
 
 def encode(value: Any) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import fakes
 
 import cases
 from ranks import Context
+from uccl_ep_core import kernel_parameters
 
+INVALID_VALUE = 1  # hipErrorInvalidValue, CUDA_ERROR_INVALID_VALUE
 _installed: dict[str, fakes.Fake] = {}
 
 
@@ -29,6 +32,21 @@ def widest_host_lanes() -> int:
     raise AssertionError("the host backend has no kernels")
 
 
+def windows_of(parameters: ctypes.Structure) -> Iterator[tuple[str, int, int]]:
+    """Name, address and least size of what the kernels take from windows, which a device must have mapped.
+
+    Tensors are left out: the ones of the fake are in host memory.
+    """
+    group = getattr(parameters, "group", None)
+    if not isinstance(group, kernel_parameters.Group):
+        return
+    for name in ("data", "control", "peer_data", "peer_control", "rings", "counters", "status"):
+        yield name, getattr(group, name) or 0, 8
+    for name in ("peer_data", "peer_control"):
+        table = (ctypes.c_uint64 * group.layout.num_ranks).from_address(getattr(group, name))
+        yield from ((f"{name}[{rank}]", base, 8) for rank, base in enumerate(table) if base != 0)
+
+
 def _install(files: fakes.FakeFiles) -> fakes.Fake:
     """Once a process: CPU tensors for the vendor's backend, and launches that the host kernels execute."""
     if files.vendor in _installed:
@@ -41,6 +59,10 @@ def _install(files: fakes.FakeFiles) -> fakes.Fake:
 
     def run(kernel: str, at: int, blocks: int, threads: int, shared: int) -> int:
         parameters = ctypes.string_at(at, ctypes.sizeof(fakes.KERNELS[kernel]))
+        for name, pointer, nbytes in windows_of(fakes.KERNELS[kernel].from_buffer_copy(parameters)):
+            if not fake.library.fake_reaches(pointer, nbytes):
+                print(f"{kernel} was given {name} = {pointer:#x}, which the device cannot reach", file=sys.stderr)
+                return INVALID_VALUE
         launcher.launch(kernel, parameters, blocks, threads // lanes, shared)
         return 0
 
@@ -89,4 +111,17 @@ def fails_to_open(ctx: Context, *, files: fakes.FakeFiles, call: str) -> str:
         return f"{type(error).__name__}: {error}"
     finally:
         fake.fail_next("", 0)
+    return "no error"
+
+
+def another_build(ctx: Context, *, files: fakes.FakeFiles, tokens: list[int]) -> str:
+    """The error of a dispatch whose kernel takes another struct than these bindings give."""
+    _install(files)
+    buffer = ctx.new_buffer(num_rdma_bytes=16 << 20)
+    try:
+        cases.high_throughput(ctx, buffer=buffer, tokens=tokens)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        buffer.destroy()
     return "no error"

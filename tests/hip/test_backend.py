@@ -14,7 +14,7 @@ from fakes import KERNELS, Fake, backend_class, options_of
 
 from uccl_ep_core.device_runtime.driver import DriverError
 from uccl_ep_core.device_runtime.windows import WindowHandle, WindowImportError
-from uccl_ep_core.errors import ArgumentError, BackendUnavailableError, BufferClosedError, ConfigurationError
+from uccl_ep_core.errors import ArgumentError, BackendUnavailableError, BufferClosedError, ConfigurationError, EPError
 
 INVALID_VALUE = 1
 
@@ -325,6 +325,16 @@ def test_parameters_of_another_build_are_refused(fake: Fake, backend: Any) -> No
         pytest.skip("the fake of the other vendor is an older driver, which cannot say")
     with pytest.raises(ArgumentError, match="different builds"):
         backend.launch("uccl_ep_barrier", bytes(8), num_blocks=1, warps_per_block=1)
+
+
+def test_kernels_of_another_layout_are_not_loaded(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fake.files.vendor != "hip":
+        pytest.skip("the other vendor's objects do not say what their kernels take")
+    modules = fake.count("modules")
+    monkeypatch.setenv("FAKE_COMPILER_IMAGE", str(fake.files.split))
+    with pytest.raises(EPError, match=r"kernel uccl_ep_dispatch takes .* not one struct"):
+        backend_class(fake).open("0", options_of(fake, tmp_path))
+    assert fake.count("modules") == modules
 
 
 def test_without_cooperative_launch_residency_is_still_checked(fake: Fake, tmp_path: Path) -> None:

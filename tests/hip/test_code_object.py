@@ -18,6 +18,13 @@ def test_sizes_of_explicit_parameters(files: FakeFiles) -> None:
     assert parameter_sizes(files.image.read_bytes()) == {name: ctypes.sizeof(kind) for name, kind in KERNELS.items()}
 
 
+def test_a_kernel_of_two_arguments_is_refused(files: FakeFiles) -> None:
+    if files.vendor != "hip":
+        pytest.skip("the other vendor's objects have no such note")
+    with pytest.raises(CodeObjectError, match=r"kernel uccl_ep_dispatch takes .* not one struct"):
+        parameter_sizes(files.split.read_bytes())
+
+
 @pytest.mark.parametrize(
     "value", [0, 127, 300, "short", "x" * 40, [1, [2, "three"]], {"a": {"b": [True, False]}}, list(range(15))]
 )

@@ -4,6 +4,7 @@ launches, on the fake runtime, with kernels executed by the host backend. The CU
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,14 +52,33 @@ def test_high_throughput_is_exact(hip_pool: tuple[RankPool, Any], ranks: int, do
         assert sum("Launch" in call for call in journal) >= 5, "every kernel goes through the driver"
 
 
-@pytest.mark.parametrize(("ranks", "domain"), [(2, 0), (4, 0), (2, 1), (4, 2)])
-def test_low_latency_is_exact(hip_pool: tuple[RankPool, Any], ranks: int, domain: int) -> None:
+# With a hook each half is a kernel, without one kernel does both.
+@pytest.mark.parametrize(
+    ("ranks", "domain", "hook"), [(2, 0, True), (4, 0, False), (2, 1, False), (4, 2, True), (4, 2, False)]
+)
+def test_low_latency_is_exact(hip_pool: tuple[RankPool, Any], ranks: int, domain: int, hook: bool) -> None:
     journals = run(
         hip_pool, hip_cases.low_latency, ranks=ranks, domain=domain, tokens=[8, 3, 0, 5][:ranks], most=8, hidden=256,
-        experts=8, topk=2, seed=ranks,
+        experts=8, topk=2, hook=hook, seed=ranks,
     )  # fmt: skip
     for journal in journals:
-        assert sum("Launch" in call for call in journal) >= 4
+        assert sum("Launch" in call for call in journal) == (4 if hook else 2)
+
+
+def test_kernels_of_another_build_are_an_error_of_every_rank(hip_pool: tuple[RankPool, Any], tmp_path: Path) -> None:
+    pool, files = hip_pool
+    if files.vendor != "hip":
+        pytest.skip("the fake of the other vendor is an older driver, which cannot say")
+    tmp_path.chmod(0o700)
+    size = ctypes.sizeof(fakes.KERNELS["uccl_ep_dispatch"])
+    errors = pool.run(
+        f"{Path(hip_cases.__file__).stem}:another_build",
+        ranks=2,
+        options={"UCCL_EP_HIP_CACHE_DIR": str(tmp_path), "FAKE_COMPILER_IMAGE": str(files.longer)},
+        arguments={"files": files, "tokens": [3, 5]},
+    )
+    for error in errors:
+        assert f"takes {size + 8} bytes of parameters, given {size}" in error, errors
 
 
 def test_buffers_leave_nothing_behind(hip_pool: tuple[RankPool, Any]) -> None:

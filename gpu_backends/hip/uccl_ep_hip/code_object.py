@@ -10,28 +10,41 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+from uccl_ep_core.errors import EPError
+
 _NOTE_SECTION = 7  # SHT_NOTE
 _METADATA_NOTE = 32  # NT_AMDGPU_METADATA
 _OWNER = b"AMDGPU\0"
 
 
-class CodeObjectError(ValueError):
-    """The bytes are no code object, or its metadata cannot be read."""
+class CodeObjectError(EPError):
+    """The bytes are no code object, its metadata cannot be read, or a kernel does not take one struct."""
 
 
 def parameter_sizes(image: bytes) -> dict[str, int]:
-    """Bytes of the explicit parameters by kernel name."""
+    """Bytes of the parameter struct by kernel name.
+
+    Raises:
+        CodeObjectError: see there.
+    """
     try:
         metadata = _decode(_metadata(image), 0)[0]
-        return {kernel[".name"]: _explicit_bytes(kernel.get(".args", ())) for kernel in metadata["amdhsa.kernels"]}
-    except (struct.error, KeyError, IndexError, TypeError) as error:
+        return {
+            kernel[".name"]: _struct_bytes(kernel[".name"], kernel.get(".args", ()))
+            for kernel in metadata["amdhsa.kernels"]
+        }
+    except (struct.error, KeyError, IndexError, TypeError, ValueError) as error:
         raise CodeObjectError(f"the code object's metadata cannot be read: {error!r}") from error
 
 
-def _explicit_bytes(arguments: Sequence[dict[str, Any]]) -> int:
+def _struct_bytes(name: str, arguments: Sequence[dict[str, Any]]) -> int:
     # Behind the kernel's own arguments lie hidden ones, which the runtime fills in.
     own = [argument for argument in arguments if not argument[".value_kind"].startswith("hidden_")]
-    return max((argument[".offset"] + argument[".size"] for argument in own), default=0)
+    layout = [(argument[".value_kind"], argument[".offset"], argument[".size"]) for argument in own]
+    # A launch passes the address of one struct: the runtime would read a second argument from beyond it.
+    if len(layout) != 1 or layout[0][:2] != ("by_value", 0):
+        raise CodeObjectError(f"kernel {name} takes (kind, offset, bytes) {layout}, not one struct: of another build")
+    return int(layout[0][2])
 
 
 def _metadata(image: bytes) -> bytes:

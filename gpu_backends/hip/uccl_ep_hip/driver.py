@@ -234,9 +234,10 @@ class HipDriver(Driver):
 
     # ---- kernels ----
     def load_module(self, image: bytes) -> int:
+        sizes = parameter_sizes(image)  # raises before there is a module that nobody would unload
         module = ctypes.c_void_p()
         self._call("hipModuleLoadData", ctypes.byref(module), ctypes.create_string_buffer(image, len(image)))
-        self._parameter_sizes[module.value or 0] = parameter_sizes(image)
+        self._parameter_sizes[module.value or 0] = sizes
         return module.value or 0
 
     def unload_module(self, module: int) -> None:

@@ -1,0 +1,83 @@
+"""Blocks of several warps, as a GPU runs them: teams that share a role, and low-latency halves of whole blocks.
+
+The host backend takes one warp a block unless it has a thread for every role; here it has. With 64 lanes these are
+the wavefronts of a GPU that has such, executed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import cases
+from ranks import Context, RankPool
+from uccl_ep_core import kernel_parameters
+
+STRUCTS = {
+    "uccl_ep_dispatch": kernel_parameters.DispatchParameters,
+    "uccl_ep_combine": kernel_parameters.CombineParameters,
+}
+
+
+def _recorded(buffer: Any) -> list[tuple[str, bytes, int]]:
+    """The kernel, parameters and warps of a block of every launch from now on."""
+    backend = buffer._communicator.backend
+    seen: list[tuple[str, bytes, int]] = []
+    launch = type(backend).launch
+
+    def record(kernel: str, parameters: bytes, **shape: Any) -> None:
+        seen.append((kernel, parameters, shape["warps_per_block"]))
+        launch(backend, kernel, parameters, **shape)
+
+    backend.launch = record
+    return seen
+
+
+def high_throughput(ctx: Context, **arguments: Any) -> list[tuple[str, int]]:
+    """Exact results, and the warps of a team in each dispatch and combine."""
+    buffer = ctx.buffer()
+    seen = _recorded(buffer)
+    cases.high_throughput(ctx, buffer=buffer, **arguments)
+    return [(k, STRUCTS[k].from_buffer_copy(p).team_warps) for k, p, _ in seen if k in STRUCTS]
+
+
+def low_latency(ctx: Context, **arguments: Any) -> list[tuple[str, int]]:
+    """Exact results, and the warps of a block in each kernel of the mode."""
+    buffer = ctx.buffer()
+    seen = _recorded(buffer)
+    cases.low_latency(ctx, buffer=buffer, **arguments)
+    return [(kernel, warps) for kernel, _, warps in seen if "_ll_" in kernel]
+
+
+def options(lanes: int, threads: int) -> dict[str, str]:
+    return {"UCCL_EP_HOST_LANES": str(lanes), "UCCL_EP_HOST_THREADS": str(threads)}
+
+
+# As many threads as a dispatch has roles: direct sends and receives, forwards and the own tokens.
+@pytest.mark.parametrize("lanes", [1, 64])
+@pytest.mark.parametrize(("ranks", "domain", "threads"), [(2, 0, 3), (4, 2, 7)])
+def test_teams_work_a_role_together(pool: RankPool, ranks: int, domain: int, threads: int, lanes: int) -> None:
+    launches = pool.run(
+        high_throughput, ranks=ranks, domain=domain, options=options(lanes, threads), timeout_s=120,
+        arguments={"tokens": [33, 0, 50, 7][:ranks], "hidden": 200, "experts": 8, "topk": 3, "bias": 1, "cached": True,
+                   "seed": ranks},
+    )  # fmt: skip
+    for seen in launches:
+        assert {kernel for kernel, _ in seen} == set(STRUCTS)
+        assert all(warps > 1 for _, warps in seen), seen
+
+
+@pytest.mark.parametrize("hook", [False, True])
+@pytest.mark.parametrize(("ranks", "domain"), [(2, 0), (2, 1)])
+def test_low_latency_blocks_have_several_warps(pool: RankPool, ranks: int, domain: int, hook: bool) -> None:
+    launches = pool.run(
+        low_latency, ranks=ranks, domain=domain, options=options(64, 2), timeout_s=120,
+        arguments={"tokens": [8, 3], "most": 8, "hidden": 256, "experts": 8, "topk": 3, "cast": "fp8", "hook": hook,
+                   "seed": 1},
+    )  # fmt: skip
+    halves = ("_send", "_receive") if hook else ("",)
+    wanted = {f"uccl_ep_ll_{operation}{half}" for operation in ("dispatch", "combine") for half in halves}
+    for seen in launches:
+        assert {kernel for kernel, _ in seen} == wanted
+        assert all(warps > 1 for _, warps in seen), seen
