@@ -40,8 +40,10 @@ def windows_of(parameters: ctypes.Structure) -> Iterator[tuple[str, int, int]]:
     group = getattr(parameters, "group", None)
     if not isinstance(group, kernel_parameters.Group):
         return
-    for name in ("data", "control", "peer_data", "peer_control", "rings", "counters", "status"):
+    for name in ("data", "control", "peer_data", "peer_control", "counters", "status"):
         yield name, getattr(group, name) or 0, 8
+    if group.num_rings != 0:
+        yield "rings", group.rings or 0, 8
     for name in ("peer_data", "peer_control"):
         table = (ctypes.c_uint64 * group.layout.num_ranks).from_address(getattr(group, name))
         yield from ((f"{name}[{rank}]", base, 8) for rank, base in enumerate(table) if base != 0)

@@ -15,6 +15,7 @@ from fakes import KERNELS, Fake, backend_class, options_of
 from uccl_ep_core.device_runtime.driver import DriverError
 from uccl_ep_core.device_runtime.windows import WindowHandle, WindowImportError
 from uccl_ep_core.errors import ArgumentError, BackendUnavailableError, BufferClosedError, ConfigurationError, EPError
+from uccl_ep_hip.driver import HipDriver
 
 INVALID_VALUE = 1
 
@@ -109,7 +110,8 @@ def test_windows_are_zeroed_and_freed(fake: Fake, backend: Any) -> None:
     assert (data.memory.nbytes, data.memory.device) == (5000, 0)
     assert host.memory.device is None
     assert host.memory.share_handle
-    assert host.device_pointer != host.memory.pointer, "kernels must be given the mapped address"
+    assert fake.library.fake_reaches(host.device_pointer, 8192)
+    assert not fake.library.fake_reaches(host.memory.pointer, 8), "kernels must be given the mapped address"
     for window in (data, private, host):
         window.close()
         window.close()
@@ -128,6 +130,19 @@ def test_polled_memory_is_uncached_where_caches_would_hide_writes(fake: Fake, ba
     data = backend.allocate_data_window(4096, for_transport=False, device_memory=False)
     assert fake.library.fake_kind(data.device_pointer) == 3
     assert fake.library.fake_kind(backend.allocate_device_memory(64).device_pointer) == 0
+
+
+@pytest.mark.parametrize(("architecture", "kind"), [("gfx90a", 1), ("gfx942", 3), ("gfx950", 3), ("gfx1201", 1)])
+def test_polled_memory_is_fine_grained_on_the_others(fake: Fake, architecture: str, kind: int) -> None:
+    if fake.files.vendor != "hip":
+        pytest.skip("the other vendor's caches are coherent with peers")
+    fake.configure(architecture=f"{architecture}:xnack-")
+    driver = HipDriver((str(fake.files.driver),))  # one of its own: a driver asks for the architecture once
+    driver.attach(0)
+    polled, private = driver.allocate(4096, polled_by_peers=True), driver.allocate(4096, polled_by_peers=False)
+    assert (fake.library.fake_kind(polled), fake.library.fake_kind(private)) == (kind, 0)
+    driver.free(polled)
+    driver.free(private)
 
 
 def test_host_staged_and_registrable_windows(fake: Fake, backend: Any) -> None:
