@@ -48,6 +48,19 @@ def test_probe_says_why_and_what_helps(fake: Fake) -> None:
     assert none.remedy
 
 
+def test_the_runtime_that_torch_loaded_is_taken(fake: Fake, tmp_path: Path) -> None:
+    if fake.files.vendor != "hip":
+        pytest.skip("no build of torch brings the other vendor's driver")
+    bundled = tmp_path / "libamdhip64.so.6"
+    bundled.write_bytes(fake.files.driver.read_bytes())
+    program = (
+        f"import ctypes; ctypes.CDLL({str(bundled)!r}); from uccl_ep_hip import HipBackend; "
+        "print(HipBackend.open_driver({}).library_path)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == str(bundled), done.stderr
+
+
 def test_real_backend_refuses_torch_without_its_vendor(fake: Fake) -> None:
     real = backend_class(fake).__mro__[1]
     device = real.probe(fake.files.options)[0]

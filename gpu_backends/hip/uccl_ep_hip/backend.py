@@ -16,15 +16,14 @@ from uccl_ep_core.device_runtime.torch_device import TorchDevice
 from uccl_ep_core.transport import Option
 
 from .build import UnitImages, source_tree
-from .driver import HipDriver
-from .driver_api import LIBRARIES
+from .driver import HipDriver, candidates
 
 _SUPPORTED = re.compile(r"gfx(90a|94[0-9]|95[0-9]|1[0-9]{3})$")
 
 
 @functools.cache
 def _driver(library: str) -> HipDriver:
-    return HipDriver((library,) if library else LIBRARIES)
+    return HipDriver((library,) if library else candidates())
 
 
 class HipBackend(RuntimeBackend):
@@ -37,7 +36,7 @@ class HipBackend(RuntimeBackend):
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "max_blocks": Option(0, "blocks of a launch at most; 0: one for each compute unit", minimum=0),
-        "library": Option("", "path of libamdhip64; empty: that of the system"),
+        "library": Option("", "path of libamdhip64; empty: that which torch has loaded, else that of the system"),
         "hiprtc": Option("", "path of libhiprtc; empty: that beside the HIP library or of an installed ROCm"),
         "compile_timeout_s": Option(120.0, "seconds that compiling one file may take", minimum=1.0),
     }

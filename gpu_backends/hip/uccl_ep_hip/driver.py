@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from collections.abc import Iterator, Sequence
 
 from uccl_ep_core.device_runtime.driver import IPC_HANDLE_BYTES, DeviceFacts, Driver, DriverError
@@ -12,6 +13,20 @@ from uccl_ep_core.device_runtime.library import Library
 from . import build
 from . import driver_api as api
 from .code_object import parameter_sizes
+
+
+def candidates() -> tuple[str, ...]:
+    """Libraries to try in order; first the one that this process has loaded.
+
+    A ROCm build of torch may bring its own: with that of the system beside it there would be two runtimes in one
+    process, and streams and memory of the one mean nothing to the other.
+    """
+    try:
+        with open("/proc/self/maps") as file:
+            paths = [line.split(maxsplit=5)[5].strip() for line in file if "libamdhip64.so" in line]
+    except OSError:
+        paths = []
+    return (*dict.fromkeys(path for path in paths if os.path.isfile(path)), *api.LIBRARIES)
 
 
 class HipDriver(Driver):
@@ -23,7 +38,7 @@ class HipDriver(Driver):
 
     name = "hip"
 
-    def __init__(self, libraries: Sequence[str] = api.LIBRARIES) -> None:
+    def __init__(self, libraries: Sequence[str]) -> None:
         self._api = Library(libraries, api.PROTOTYPES, api.OPTIONAL)
         self.library_path = self._api.path
         self._architectures: dict[int, str] = {}
