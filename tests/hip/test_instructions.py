@@ -60,6 +60,7 @@ EXPECTED = {
         ],
     },
 }
+EXPECTED["gfx950"] = EXPECTED["gfx942"]
 
 
 @pytest.mark.parametrize("architecture", sorted(EXPECTED))
