@@ -330,6 +330,16 @@ def test_launch_passes_bytes_and_shape(fake: Fake, backend: Any) -> None:
     assert not any("Cooperative" in call for call in fake.journal())
 
 
+def test_a_launch_can_have_all_the_shared_memory_of_the_limits(fake: Fake, backend: Any) -> None:
+    launches = fake.count("launches")
+    most = backend.limits.max_shared_bytes
+    arguments = {"num_blocks": 2, "warps_per_block": 1, "shared_bytes": most}
+    backend.launch("uccl_ep_barrier", parameters("uccl_ep_barrier"), **arguments)
+    assert fake.count("launches") == launches + 1
+    with pytest.raises(ArgumentError, match=f"shared_bytes = {most + 1}: at most {most}"):
+        backend.launch("uccl_ep_barrier", parameters("uccl_ep_barrier"), **{**arguments, "shared_bytes": most + 1})
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -93,7 +93,8 @@ class HipDriver(Driver):
             max_threads_per_block=min(
                 build.MAX_THREADS_PER_BLOCK, self._attribute(ordinal, api.ATTRIBUTE_MAX_THREADS_PER_BLOCK)
             ),
-            max_shared_bytes=self._attribute(ordinal, api.ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK),
+            max_shared_bytes=self._attribute(ordinal, api.ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK)
+            - build.STATIC_SHARED_BYTES,
             staging_bytes=0,
             cooperative=cooperative and bool(self._attribute(ordinal, api.ATTRIBUTE_COOPERATIVE_LAUNCH)),
             dmabuf=self._api.has("hipMemGetHandleForAddressRange"),

@@ -6,6 +6,7 @@ using fake::Runtime;
 namespace {
 
 thread_local int current_device = 0;
+constexpr uint32_t kStaticShared = 128;  // of each kernel; what a launch asks for comes on top
 
 struct IpcHandle {
     char reserved[64];
@@ -248,7 +249,7 @@ FAKE_EXPORT int hipModuleOccupancyMaxActiveBlocksPerMultiprocessor(int *out, voi
                                                                    size_t shared) {
     ENTER(hipModuleOccupancyMaxActiveBlocksPerMultiprocessor);
     if (runtime.functions.count(number(function)) == 0) return fake::kInvalidHandle;
-    *out = shared <= runtime.max_shared && threads <= static_cast<int>(fake::kMaxThreads) ? 1 : 0;
+    *out = shared + kStaticShared <= runtime.max_shared && threads <= static_cast<int>(fake::kMaxThreads) ? 1 : 0;
     return fake::kOk;
 }
 
@@ -259,6 +260,7 @@ int launch(const char *call, void *function, const uint32_t *grid, const uint32_
     {
         const std::lock_guard<std::mutex> guard(runtime.mutex);
         if (const int status = runtime.enter(call); status != fake::kOk) return status;
+        if (shared > runtime.max_shared - kStaticShared) return fake::kInvalidValue;
     }
     return runtime.launch(number(function), grid, block, shared, number(stream), parameters, together);
 }
