@@ -57,8 +57,8 @@ def test_fault_09_a_late_rank_is_waited_for(pool: RankPool, domain: int) -> None
     pool.run(fault_cases.late_rank, ranks=4, domain=domain, options=OPTIONS, arguments=arguments)
 
 
-@pytest.mark.parametrize(("ranks", "domain"), TOPOLOGIES)
-@pytest.mark.parametrize("mode", ["high_throughput", "low_latency"])
+@pytest.mark.parametrize(("ranks", "domain"), [*TOPOLOGIES, (4, 1)])
+@pytest.mark.parametrize("mode", ["high_throughput", "cached_dispatch", "low_latency"])
 def test_fault_10_12_31_a_rank_that_does_not_come(pool: RankPool, ranks: int, domain: int, mode: str) -> None:
     """The others time out with the same culprit, counts and operation; the late rank itself learns of it; destroy
     returns; the processes make a new buffer and go on."""

@@ -48,9 +48,13 @@ def peer_failure(verdict: Any, rank: int, detail: tuple[int, ...] = (), words: s
     differs = reason == "mismatch" and verdict.signal & DIFFERENCE == DIFFERENCE
     signal = 0 if differs else verdict.signal
     counts = f"operation {verdict.operation}, signal {signal}: expected {verdict.expected}, seen {verdict.seen}"
+    waited = (
+        f"it did not signal within {elapsed_s:.3f} s"
+        if verdict.elapsed_ns
+        else f"rank {verdict.reporter} still waited for it when the time of another rank was up"
+    )
     tail = {
-        "timeout": f"it did not signal within {elapsed_s:.3f} s; is it late, stuck, or in fewer calls than the others? "
-        "(a longer wait: timeout_s)",
+        "timeout": f"{waited}; is it late, stuck, or in fewer calls than the others? (a longer wait: timeout_s)",
         "dead": "its process is gone",
         "mismatch": _difference(verdict) if differs else _mismatch(detail),
         "closed": "it destroyed its buffer while others still waited for it",

@@ -149,7 +149,7 @@ UCCL_EP_DEVICE bool dispatch_receive(const DispatchParameters &p, Team team, con
     StreamReceiver receiver(p.group, place, Phase::kDispatch, team);
     bool ok = true;
     for (uint32_t taken = 0; taken < total && ok;) {
-        const uint8_t *slot = receiver.acquire(OperationKind::kDispatch, row_format(p.shape));
+        const uint8_t *slot = receiver.acquire(OperationKind::kDispatch, row_format(p.shape), source);
         ok = slot != nullptr;
         if (!ok) break;
         const uint32_t rows = reinterpret_cast<const MessageHeader *>(slot)->rows;
@@ -207,7 +207,7 @@ UCCL_EP_DEVICE bool dispatch_forward(const DispatchParameters &p, Team team, uin
     StreamReceiver receiver(group, rail_from(group, source_domain, channel), Phase::kForward, team);
     bool ok = true;
     for (uint32_t taken = 0; taken < total && ok;) {
-        const uint8_t *slot = receiver.acquire(OperationKind::kDispatch, row_format(shape));
+        const uint8_t *slot = receiver.acquire(OperationKind::kDispatch, row_format(shape), source);
         ok = slot != nullptr;
         if (!ok) break;
         const uint32_t rows = reinterpret_cast<const MessageHeader *>(slot)->rows;

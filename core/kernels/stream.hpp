@@ -294,12 +294,14 @@ class StreamReceiver {
         team_.sync();
     }
 
-    // The next filled slot, its header checked against what this operation expects; null on failure.
+    // The next filled slot, its header checked against what this operation expects; null on failure. `source`: whose
+    // rows they are; where this rank itself hands them on, that one is at fault when they do not come.
     // Called by the whole team.
-    UCCL_EP_DEVICE const uint8_t *acquire(OperationKind kind, const RowFormat &rows) {
+    UCCL_EP_DEVICE const uint8_t *acquire(OperationKind kind, const RowFormat &rows, uint32_t source) {
         bool ok = true;
         if (team_.leads()) {
-            ok = wait_signal(group_, {phase_, place_.peer, place_.data_signal, received_ + 1}) &&
+            const uint32_t awaited = place_.peer == group_.rank ? source : place_.peer;
+            ok = wait_signal_of(group_, place_.peer, {phase_, awaited, place_.data_signal, received_ + 1}) &&
                  check_message(group_, place_, phase_, received_, kind, rows);
         }
         return team_.all(ok) ? slot_at(group_, place_, received_) : nullptr;

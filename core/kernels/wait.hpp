@@ -63,7 +63,8 @@ class WaitLimit {
   public:
     UCCL_EP_DEVICE WaitLimit(const Group &group, const Awaited &awaited) : group_(group), awaited_(awaited) {}
     UCCL_EP_DEVICE ~WaitLimit() {
-        if (announced_) device::store_relaxed_system(&control_header(group_)->waiting_for, 0);
+        // After a failure it stands: whoever waited for this rank looks there for the culprit behind it.
+        if (announced_) announce(ended_by_failure_ ? 1 + uint64_t{awaited_.peer} : 0);
         if (polls_ != 0) device::wait_ended();
     }
 
@@ -71,7 +72,7 @@ class WaitLimit {
     // failed, or the time is up (which is recorded).
     UCCL_EP_DEVICE bool keep_waiting(uint64_t seen) {
         device::relax();
-        if (++polls_ % 16 != 0) return !aborted(group_);
+        if (++polls_ % 16 != 0) return !(ended_by_failure_ = aborted(group_));
         const uint64_t now = device::now_ns();
         if (start_ == 0) start_ = now;
         const uint64_t elapsed = now - start_;
@@ -79,7 +80,8 @@ class WaitLimit {
         bool gone = false;
         if (elapsed >= next_look_) {
             next_look_ = elapsed + 1000000;
-            if (aborted_by_others(group_)) return false;
+            ended_by_failure_ = aborted_by_others(group_);
+            if (ended_by_failure_) return false;
             gone = is_gone(group_, awaited_.peer);
         }
         if (device::interrupted()) {
@@ -91,22 +93,26 @@ class WaitLimit {
             if (!awaited_.can_leave_out) fail(group_, gone ? Reason::kDead : Reason::kTimeout, awaited_, seen, elapsed);
             return false;
         }
-        if (!announced_ && elapsed > 1000000) {  // 1 ms: worth telling whoever waits for this rank
-            ControlHeader *header = control_header(group_);
-            device::store_relaxed_system(&header->phase, static_cast<uint64_t>(awaited_.phase));
-            device::store_relaxed_system(&header->waiting_for, 1 + uint64_t{awaited_.peer});
+        // 1 ms: worth telling whoever waits for this rank; a wait for another of its warps tells them nothing.
+        if (!announced_ && elapsed > 1000000 && awaited_.peer != group_.rank) {
+            device::store_relaxed_system(&control_header(group_)->phase, static_cast<uint64_t>(awaited_.phase));
+            announce(1 + uint64_t{awaited_.peer});
             announced_ = true;
         }
         return true;
     }
 
   private:
+    UCCL_EP_DEVICE void announce(uint64_t waiting_for) {
+        device::store_relaxed_system(&control_header(group_)->waiting_for, waiting_for);
+    }
+
     const Group &group_;
     Awaited awaited_;
     uint64_t start_ = 0;
     uint64_t next_look_ = 200000 + device::block_index() * 4000;  // ns, since the start, at the word that others set
     uint32_t polls_ = 0;
-    bool announced_ = false;
+    bool announced_ = false, ended_by_failure_ = false;
 };
 
 // Wait until `read()` is at least `awaited.expected`; called by one thread. False: see keep_waiting.
@@ -127,13 +133,18 @@ UCCL_EP_DEVICE uint64_t *local_signal(const Group &group, uint32_t owner, uint32
     return reinterpret_cast<uint64_t *>(group.peer_data[owner] + group.layout.local_signal_offset(index));
 }
 
-// Wait for a signal that `awaited.peer` raises for me; called by one thread.
-UCCL_EP_DEVICE bool wait_signal(const Group &group, const Awaited &awaited) {
+// Wait for a signal that `raiser` raises for me, in which `awaited.peer` is at fault if it does not come; one thread.
+UCCL_EP_DEVICE bool wait_signal_of(const Group &group, uint32_t raiser, const Awaited &awaited) {
     const uint64_t *address =
-        group.is_local(awaited.peer)
+        group.is_local(raiser)
             ? local_signal(group, group.rank, awaited.signal)
             : reinterpret_cast<const uint64_t *>(group.control + group.layout.signal_offset(awaited.signal));
     return wait_at_least(group, awaited, [address] { return device::load_acquire_system(address); });
+}
+
+// Wait for a signal that `awaited.peer` raises for me; called by one thread.
+UCCL_EP_DEVICE bool wait_signal(const Group &group, const Awaited &awaited) {
+    return wait_signal_of(group, awaited.peer, awaited);
 }
 
 // The same where `masked` is given, the table of ranks that are left out: a peer that is gone or late is put into it,

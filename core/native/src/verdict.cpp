@@ -220,7 +220,9 @@ std::optional<Verdict> choose_verdict(const std::vector<Verdict> &verdicts) {
         const int level = severity(v.reason);
         // A refusal names a fault that was seen, not a wait: whoever else the culprit accuses.
         const int guilty = level != 1 && accuses(v.culprit) ? 1 : 0;
-        return std::tuple(level, guilty, v.culprit, v.reporter);
+        // Who was told to end has less to say of a late rank than whoever waited to the end.
+        const bool cut_short = level == 2 && v.elapsed_ns == 0;
+        return std::tuple(level, guilty, v.culprit, cut_short, v.reporter);
     };
     for (const Verdict &verdict : verdicts) {
         if (best == nullptr || order(verdict) < order(*best)) {

@@ -112,6 +112,15 @@ TEST(all_ranks_of_a_domain_agree_on_the_end_of_a_chain_of_waits) {
     }
 }
 
+TEST(who_waited_to_the_end_speaks_before_who_was_told_to_end) {
+    Verdict whole = accuse(2, 3, Reason::kTimeout);
+    whole.elapsed_ns = 5;
+    CHECK_EQ(choose_verdict({accuse(0, 3, Reason::kTimeout), whole})->reporter, 2u);
+    // But the end of the chain counts more: 2 waited for 1, which was told to end while it waited for 0.
+    whole.culprit = 1;
+    CHECK_EQ(choose_verdict({accuse(1, 0, Reason::kTimeout), whole})->culprit, 0u);
+}
+
 TEST(nobody_failed_is_no_verdict_and_costs_no_wait) {
     Domain domain(2);
     const uint64_t start = now_ns();
