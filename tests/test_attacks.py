@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -195,6 +196,22 @@ def failed_hook(ctx: Context) -> None:
 
 def test_hook_after_a_failure(pool: RankPool) -> None:
     pool.run(failed_hook, ranks=2, options=SHORT)
+
+
+def results_dropped(ctx: Context) -> None:
+    """What a receive half writes lives until it has run, also where the caller keeps the hook alone, or nothing."""
+    buffer, ids, x = ctx.buffer(), routes(), torch.ones(TOKENS, HIDDEN)
+    _, count, handle, _, hook = ll_dispatch(buffer, x, ids, return_recv_hook=True)
+    written = [weakref.ref(count), weakref.ref(handle.state)]
+    del count, handle, _
+    assert all(ref() is not None for ref in written)
+    hook()
+    ll_dispatch(buffer, x, ids, return_recv_hook=True)
+    still_good(ctx)
+
+
+def test_results_dropped_before_the_hook(pool: RankPool) -> None:
+    pool.run(results_dropped, ranks=2)
 
 
 def destroyed_by_another_thread(ctx: Context) -> None:

@@ -217,7 +217,8 @@ class LowLatency:
             wait_cost=pointer(wait_cost),
         )
         handle = LowLatencyHandle.of(state)
-        keep = (x, statistics, wait_cost)  # referred to by address until the receive half has run
+        # Referred to by address until the receive half has run, whatever the caller keeps of the results.
+        keep = (x, statistics, wait_cost, state, count, receive_x, receive_scales)
         # LowLatencyArrivals of core/kernels/ll_dispatch.hpp
         arrivals_bytes = 12 * grid["warps"] * num_topk + 4 * (ranks + num_experts)
 
