@@ -12,6 +12,7 @@
 #include <cstring>
 
 #include "fibers.hpp"
+#include "stream_copy.hpp"
 
 #define UCCL_EP_DEVICE inline
 // Before a loop of a few constant rounds whose loads should be in flight together.
@@ -180,7 +181,13 @@ inline void copy(void *destination, const void *source, uint64_t bytes) {
 // The same bytes to `count` places, `to(i)` being each; a primitive since a GPU loads them only once.
 template <class To>
 inline void copy_to_many(To to, uint32_t count, const void *source, uint64_t bytes) {
-    for (uint32_t i = 0; i < count; ++i) copy(to(i), source, bytes);
+    for (uint32_t i = 0; i < count; ++i) {
+        if (kWarpSize == 1 && bytes >= host::kStreamLeast) {
+            host::stream_copy(to(i), source, bytes);
+        } else {
+            copy(to(i), source, bytes);
+        }
+    }
 }
 
 // ---- floating point: bit patterns, so that no vendor's type is needed ----
