@@ -200,8 +200,16 @@ static const char *last_error(void *context, uint32_t index) { return ((nic *)co
 nic *socketnic_new(uint32_t num_ranks, uint32_t num_lanes) {
     if (num_ranks > MAX_RANKS) return NULL;
     nic *n = calloc(1, sizeof *n);
-    n->ops = (uccl_ep_transport_ops){UCCL_EP_TRANSPORT_MAGIC, sizeof n->ops, n,    post_writes, NULL,
-                                     poll_completions,        poll_arrivals, NULL, last_error};
+    /* By name: what a later table appends, and what this transport lacks, is NULL. */
+    n->ops = (uccl_ep_transport_ops){
+        .magic = UCCL_EP_TRANSPORT_MAGIC,
+        .size = sizeof n->ops,
+        .context = n,
+        .post_writes = post_writes,
+        .poll_completions = poll_completions,
+        .poll_arrivals = poll_arrivals,
+        .last_error = last_error,
+    };
     n->num_ranks = num_ranks;
     n->num_lanes = num_lanes;
     n->lanes = calloc(num_lanes, sizeof *n->lanes);
