@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from uccl_ep_core import _native
 
 from ..plain_text import plain
-from .records import Record, plot, show, write_json
+from .records import Record, add_output_options, put_out
 
 UNIT = "M commands/s"
 Measure = Callable[[], float]
@@ -154,8 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--laps", type=int, default=100, help="fills of the ring in a round (default 100)")
     parser.add_argument("--require", type=float, default=0.0, metavar="RATE",
                         help="exit with status 1 where a proxy takes fewer than RATE million commands/s")  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="write the records to FILE")
-    parser.add_argument("--plot", metavar="FILE", help="draw the rates to FILE (needs matplotlib)")
+    add_output_options(parser, "rates")
     given = parser.parse_args(arguments)
     if given.rounds < 1 or given.laps < 1:
         parser.error("--rounds and --laps must be at least 1")
@@ -165,13 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Progress(transient=True) as progress:
         bar = progress.add_task("channel", total=2 * (len(LOADS) + 4))
         found = run(rounds=given.rounds, laps=given.laps, on_record=lambda _: progress.advance(bar))
-    show(found)
-    if given.json:
-        write_json(given.json, found)
-        print(f"records: {given.json}")
-    if given.plot:
-        plot(given.plot, found, "The command channel on the CPU", unit=UNIT)
-        print(f"plot: {given.plot}")
+    put_out(given, found, "The command channel on the CPU", unit=UNIT)
     slow = slower_than(found, given.require)
     for record in slow:
         print(f"{record.case}: {record.value:.1f} {UNIT}, asked for {given.require:g}")

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from ..plain_text import plain
-from .records import Record, plot, show, write_json
+from .records import Record, add_output_options, put_out
 from .spawn import run_ranks, under_torchrun
 from .workload import Case
 
@@ -169,8 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, what in (("tokens", "tokens per rank"), ("hidden", "elements of a token"), ("topk", "picks per token"),
                        ("experts", "experts in all")):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, help=f"{what} (default: the mode's)")
-    parser.add_argument("--json", metavar="FILE", help="write the records to FILE")
-    parser.add_argument("--plot", metavar="FILE", help="draw the times to FILE (needs matplotlib)")
+    add_output_options(parser, "times")
     given = parser.parse_args(arguments)
     if given.iterations < 1 or given.ranks < 1:
         parser.error("--iterations and --ranks must be at least 1")
@@ -194,13 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     if int(os.environ.get("RANK", "0")) != 0:
         return 0
-    show(found)
-    if given.json:
-        write_json(given.json, found)
-        print(f"records: {given.json}")
-    if given.plot:
-        plot(given.plot, found, "uccl_ep against gloo all_to_all_single and memcpy")
-        print(f"plot: {given.plot}")
+    put_out(given, found, "uccl_ep against gloo all_to_all_single and memcpy")
     return 0
 
 

@@ -20,7 +20,7 @@ from uccl_ep_core import _native, registry, shared_memory
 from uccl_ep_core.transport import Memory
 
 from ..plain_text import plain
-from .records import Record, plot, show, write_json
+from .records import Record, add_output_options, put_out
 
 CONNECT_S = 60.0
 RING_CAPACITY = 1024  # commands
@@ -187,8 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=plain(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=41, help="rounds of each case (default 41)")
     parser.add_argument("--writes", type=int, default=4096, help="writes of a round (default 4096)")
-    parser.add_argument("--json", metavar="FILE", help="write the records to FILE")
-    parser.add_argument("--plot", metavar="FILE", help="draw the rates to FILE (needs matplotlib)")
+    add_output_options(parser, "rates")
     given = parser.parse_args(arguments)
     if given.rounds < 1 or given.writes < 1:
         parser.error("--rounds and --writes must be at least 1")
@@ -198,13 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Progress(transient=True) as progress:
         bar = progress.add_task("ordering", total=8 * len(SHAPES))
         found = run(rounds=given.rounds, writes=given.writes, on_record=lambda _: progress.advance(bar))
-    show(found)
-    if given.json:
-        write_json(given.json, found)
-        print(f"records: {given.json}")
-    if given.plot:
-        plot(given.plot, found, "Ordering plans against the native one", unit=UNIT)
-        print(f"plot: {given.plot}")
+    put_out(given, found, "Ordering plans against the native one", unit=UNIT)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime
 import json
@@ -113,3 +114,31 @@ def plot(path: str | Path, records: Sequence[Record], title: str, unit: str = "u
     figure.suptitle(f"{title}\n{records[0].machine}", fontsize=11, x=0.01, ha="left")
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def add_output_options(parser: argparse.ArgumentParser, drawn: str = "") -> None:
+    """The options that `put_out` goes by: ``--json``, and ``--plot`` where there is something to draw.
+
+    Args:
+        drawn: what the plot shows, e.g. ``"times"``; "" for a benchmark without a plot.
+    """
+    parser.add_argument("--json", metavar="FILE", help="write the records to FILE")
+    parser.set_defaults(plot=None)
+    if drawn:
+        parser.add_argument("--plot", metavar="FILE", help=f"draw the {drawn} to FILE (needs matplotlib)")
+
+
+def put_out(given: argparse.Namespace, records: Sequence[Record], title: str = "", unit: str = "us") -> None:
+    """The table, and the files that were asked for.
+
+    Args:
+        given: parsed by a parser with `add_output_options`.
+        title, unit: of the plot, see `plot`.
+    """
+    show(records)
+    if given.json:
+        write_json(given.json, records)
+        print(f"records: {given.json}")
+    if given.plot:
+        plot(given.plot, records, title, unit)
+        print(f"plot: {given.plot}")

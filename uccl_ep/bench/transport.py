@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..plain_text import plain
-from .records import Record, show, write_json
+from .records import Record, add_output_options, put_out
 from .spawn import run_ranks
 
 WINDOW = 64  # writes in flight
@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--transport", required=True, help="the transport's name, e.g. libfabric")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an option; repeatable")
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds of each size (default 7)")
-    parser.add_argument("--json", metavar="FILE", help="write the records to FILE")
+    add_output_options(parser)
     given = parser.parse_args(arguments)
     if given.rounds < 1:
         parser.error("--rounds must be at least 1")
@@ -238,10 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 progress.update(bars[event[0]], completed=event[1])
 
         records = run(given.transport, options, rounds=given.rounds, on_event=on_event)
-    show(records)
-    if given.json:
-        write_json(given.json, records)
-        print(f"records: {given.json}")
+    put_out(given, records)
     return 0
 
 
