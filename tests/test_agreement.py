@@ -142,21 +142,21 @@ def test_experts_named_twice(pool: RankPool, domain: int) -> None:
 
 def expert_named_too_often(ctx: Context, who: int) -> tuple[int, str]:
     """What the host's check of arguments refuses, the kernel refuses where there is none (on a GPU)."""
-    import uccl_ep.low_latency
+    from uccl_ep.low_latency import dispatching
 
     buffer, ids = ctx.new_buffer(), routes()
     if ctx.rank == who:
         ids = torch.full_like(ids, 3)
         with pytest.raises(ArgumentError, match=rf"expert 3 40 times.*{MOST}"):
             buffer.low_latency_dispatch(rows(BF16), ids, MOST, EXPERTS, use_fp8=False)
-    check, uccl_ep.low_latency.check_expert_rows = uccl_ep.low_latency.check_expert_rows, lambda *_: None
+    check, dispatching.check_expert_rows = dispatching.check_expert_rows, lambda *_: None
     try:
         for _ in range(3):
             buffer.low_latency_dispatch(rows(BF16), ids, MOST, EXPERTS, use_fp8=False)
     except PeerFailure as error:
         return error.rank, str(error)
     finally:
-        uccl_ep.low_latency.check_expert_rows = check
+        dispatching.check_expert_rows = check
         buffer.destroy()
         ctx.barrier()
     raise AssertionError("the kernel accepted more rows than fit")

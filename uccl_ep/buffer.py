@@ -14,8 +14,8 @@ from . import high_throughput
 from .bootstrap import make_bootstrap
 from .communicator import Communicator
 from .events import EventHandle, EventOverlap, communication_stream
-from .low_latency import LowLatency
-from .low_latency_capacity import LowLatencyCapacity
+from .low_latency.capacity import LowLatencyCapacity
+from .low_latency.mode import LowLatency
 from .tensors import round_up
 from .tuning import Config
 

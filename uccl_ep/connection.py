@@ -18,7 +18,7 @@ from uccl_ep_core.gpu_backend import Window
 
 from .bootstrap import Bootstrap, together
 from .domains import ranks_per_domain, reachable_ranks
-from .low_latency_capacity import LowLatencyCapacity
+from .low_latency.capacity import LowLatencyCapacity
 from .resources import Resources
 
 logger = logging.getLogger("uccl_ep")

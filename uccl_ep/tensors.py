@@ -76,6 +76,18 @@ def check_vector(
     return plain(tensor)
 
 
+def check_statistics(name: str, tensor: torch.Tensor | None, dtype: torch.dtype, length: int) -> None:
+    """A vector that a kernel adds to, or None: the caller's own memory, so a copy would not do."""
+    if tensor is None:
+        return
+    check_tensor(name, tensor)
+    if tensor.dtype != dtype or tuple(tensor.shape) != (length,) or not tensor.is_contiguous():
+        raise ArgumentError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}: a contiguous {dtype} tensor of shape ({length},) "
+            "is needed"
+        )
+
+
 def check_rows(name: str, tensor: torch.Tensor, rows: int, what: str) -> None:
     if tensor.shape[0] != rows:
         raise ArgumentError(f"{name} has {tensor.shape[0]} rows, but {what} has {rows}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from uccl_ep_core.errors import ArgumentError
 
-from .communicator import Communicator
+from ..communicator import Communicator
 
 WARPS_PER_BLOCK = 12
 

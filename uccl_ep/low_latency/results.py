@@ -53,6 +53,10 @@ class HandleState:
     rows_home: torch.Tensor
     layout_range: torch.Tensor
 
+    def rows_shape(self, num_ranks: int) -> tuple[int, int, int]:
+        """[local experts, num_ranks * max_tokens, hidden]: rows as they were received, and as combine takes them."""
+        return self.shape.num_experts // num_ranks, num_ranks * self.shape.max_tokens, self.shape.hidden
+
 
 class Results:
     """The receive buffers of one parity; kept as long as the shape stays."""
