@@ -190,6 +190,23 @@ def create_and_destroy(ctx: Context, times: int, how: str) -> dict[str, list[int
     return {name: [before[name], after[name]] for name in before}
 
 
+def many_shapes(ctx: Context, rounds: int) -> dict[str, list[int]]:
+    """Resources of one buffer after a third of the rounds and after all; every round has sizes of its own."""
+    buffer, before = ctx.new_buffer(), {}
+    for i in range(rounds):
+        tokens = [(i + rank) % (rounds + 1) for rank in range(ctx.num_ranks)]
+        sizes = {"hidden": 64, "experts": ctx.num_ranks * (1 + i % 7), "topk": 1 + i % 2, "seed": i, "buffer": buffer}
+        cases.low_latency(ctx, most=rounds + 1, tokens=tokens, **sizes)
+        cases.high_throughput(ctx, tokens=tokens, **sizes)
+        if i == rounds // 3:
+            ctx.barrier()
+            before = resources()
+    ctx.barrier()
+    after = resources()
+    buffer.destroy()
+    return {name: [before[name], after[name]] for name in before}
+
+
 def exit_without_destroy(ctx: Context) -> None:
     buffer = ctx.new_buffer()
     cases.high_throughput(ctx, tokens=[3] * ctx.num_ranks, buffer=buffer)

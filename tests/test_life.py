@@ -55,9 +55,19 @@ def test_fault_26_create_and_destroy(pool: RankPool, how: str, domain: int) -> N
     for rank, use in enumerate(
         pool.run(fault_cases.create_and_destroy, ranks=2, domain=domain, arguments=arguments, timeout_s=120)
     ):
-        for name, (before, after) in use.items():
-            slack = {"memory_kib": 24 << 10, "maps": 8}.get(name, 0)
-            assert after <= before + slack, f"rank {rank}: {name} grew from {before} to {after} in {times} rounds"
+        check_growth(rank, use, times)
+
+
+def test_fault_26_every_call_of_another_shape(pool: RankPool) -> None:
+    rounds = 60
+    for rank, use in enumerate(pool.run(fault_cases.many_shapes, ranks=2, arguments={"rounds": rounds}, timeout_s=120)):
+        check_growth(rank, use, rounds)
+
+
+def check_growth(rank: int, use: dict[str, list[int]], rounds: int) -> None:
+    for name, (before, after) in use.items():
+        slack = {"memory_kib": 24 << 10, "maps": 8}.get(name, 0)
+        assert after <= before + slack, f"rank {rank}: {name} grew from {before} to {after} in {rounds} rounds"
 
 
 def test_fault_26_exit_without_destroy() -> None:

@@ -29,6 +29,14 @@ constexpr uint32_t kYieldsPerClock = 256;  // a look at the clock costs as much 
 
 thread_local Block *current_block = nullptr;
 
+class NoStack : public std::bad_alloc {
+  public:
+    const char *what() const noexcept override {
+        return "the host backend has no memory for the stack of one more lane: each takes 68 KiB of address space and "
+               "two mappings (vm.max_map_count); fewer lanes (UCCL_EP_HOST_LANES) or fewer blocks need less";
+    }
+};
+
 uint64_t clock_ns() {
     timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -64,7 +72,7 @@ struct Block::Fiber {
         stack = mmap(nullptr, stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_STACK, -1, 0);
         if (stack == MAP_FAILED) {
             stack = nullptr;
-            throw std::bad_alloc();
+            throw NoStack();
         }
         mprotect(stack, page, PROT_NONE);
     }
@@ -76,20 +84,22 @@ struct Block::Fiber {
     }
 };
 
-Block::Block(uint32_t index, uint32_t num_blocks, uint32_t num_warps, uint32_t num_lanes, size_t shared_bytes)
-    : index_(index),
-      num_blocks_(num_blocks),
-      num_warps_(num_warps),
-      num_lanes_(num_lanes),
-      shared_(new std::byte[shared_bytes + 64]),
-      warp_barriers_(num_warps),
-      exchange_(num_warps * num_lanes),
-      scheduler_(new Fiber) {
-    fibers_.resize(size_t{num_warps} * num_lanes);
-    for (auto &fiber : fibers_) {
-        fiber = std::make_unique<Fiber>();
+Block::Block(uint32_t index, uint32_t num_lanes) : index_(index), num_lanes_(num_lanes), scheduler_(new Fiber) {}
+
+void Block::take_shape(uint32_t num_blocks, uint32_t num_warps, size_t shared_bytes) {
+    num_blocks_ = num_blocks;
+    num_warps_ = num_warps;
+    num_fibers_ = num_warps * num_lanes_;
+    while (fibers_.size() < num_fibers_) {
+        auto fiber = std::make_unique<Fiber>();
         fiber->allocate_stack();
+        fibers_.push_back(std::move(fiber));
     }
+    warp_barriers_.resize(num_warps);
+    exchange_.resize(num_fibers_);
+    // Exactly as much as asked for, so that AddressSanitizer sees a kernel that writes past it.
+    if (shared_bytes_ != shared_bytes || !shared_) shared_.reset(new std::byte[shared_bytes + 64]);
+    shared_bytes_ = shared_bytes;
 }
 
 Block::~Block() = default;
@@ -125,15 +135,16 @@ void Block::run(const std::function<void()> &body, Interruption &interruption, b
     looks_ = looks;
     Block *const previous = current_block;
     current_block = this;
-    if (fibers_.size() == 1) {  // a lone fiber needs no stack of its own
+    if (num_fibers_ == 1) {  // a lone fiber needs no stack of its own
         running_ = 0;
         body();
         current_block = previous;
         return;
     }
-    alive_ = static_cast<uint32_t>(fibers_.size());
+    alive_ = num_fibers_;
     const auto address = reinterpret_cast<uintptr_t>(this);
-    for (auto &fiber : fibers_) {
+    for (uint32_t i = 0; i < num_fibers_; ++i) {
+        Fiber *const fiber = fibers_[i].get();
         fiber->done = fiber->blocked = false;
         getcontext(&fiber->context);
         fiber->context.uc_stack.ss_sp = fiber->stack;
@@ -179,7 +190,7 @@ void Block::resume_scheduler() {
 
 // Look at the interruption, on the thread's own stack, and come back.
 void Block::look_around() {
-    if (fibers_.size() == 1) {
+    if (num_fibers_ == 1) {
         interruption_->look();
         return;
     }
@@ -218,7 +229,7 @@ void Block::switch_to(uint32_t next) {
 
 void Block::yield() {
     if (looks_ && ++yields_ % kYieldsPerClock == 0 && interruption_->due()) look_around();
-    const uint32_t count = static_cast<uint32_t>(fibers_.size());
+    const uint32_t count = num_fibers_;
     if (count == 1) {
         sched_yield();
         return;
@@ -254,11 +265,11 @@ void Block::sync_warp() {
 }
 
 void Block::sync_block() {
-    if (fibers_.size() > 1) wait_at(block_barrier_, static_cast<uint32_t>(fibers_.size()));
+    if (num_fibers_ > 1) wait_at(block_barrier_, num_fibers_);
 }
 
 bool Block::sync_block_all(bool predicate) {
-    if (fibers_.size() == 1) return predicate;
+    if (num_fibers_ == 1) return predicate;
     if (!predicate) vote_ = false;
     sync_block();
     const bool result = vote_;

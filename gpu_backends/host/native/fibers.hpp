@@ -35,10 +35,15 @@ class Interruption {
 
 class Block {
   public:
-    Block(uint32_t index, uint32_t num_blocks, uint32_t num_warps, uint32_t num_lanes, size_t shared_bytes);
+    Block(uint32_t index, uint32_t num_lanes);
     ~Block();
     Block(const Block &) = delete;
     Block &operator=(const Block &) = delete;
+
+    // What the next runs find: their blocks, this one's warps and shared memory. Stacks are kept from shape to shape;
+    // there are never more of them than the largest needs, and they are mappings, of which a process has few.
+    // Throws std::bad_alloc; the next shape that fits works again.
+    void take_shape(uint32_t num_blocks, uint32_t num_warps, size_t shared_bytes);
 
     // Runs `body` once on every fiber; returns when all have returned. A C++ exception must not
     // leave `body`. The block of the launching thread also `looks` at the interruption.
@@ -82,9 +87,10 @@ class Block {
     static void entry(uint32_t low, uint32_t high);
 
     uint32_t index_;
-    uint32_t num_blocks_;
-    uint32_t num_warps_;
+    uint32_t num_blocks_ = 0;
+    uint32_t num_warps_ = 0;
     uint32_t num_lanes_;
+    uint32_t num_fibers_ = 0;  // of this shape; fibers_ may hold more
     uint32_t running_ = 0;
     uint32_t alive_ = 0;
     bool progressed_ = false;
@@ -94,6 +100,7 @@ class Block {
     Interruption *interruption_ = nullptr;
     const std::function<void()> *body_ = nullptr;
     std::unique_ptr<std::byte[]> shared_;
+    size_t shared_bytes_ = 0;
     std::vector<std::unique_ptr<Fiber>> fibers_;
     std::vector<Barrier> warp_barriers_;
     Barrier block_barrier_;

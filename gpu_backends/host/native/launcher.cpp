@@ -13,12 +13,6 @@ Launcher::~Launcher() {
     for (auto &thread : threads_) thread.join();
 }
 
-Block &Launcher::block(uint32_t index, uint32_t num_blocks, uint32_t num_warps, size_t shared_bytes) {
-    auto &slot = blocks_[Shape{index, num_blocks, num_warps, shared_bytes}];
-    if (!slot) slot = std::make_unique<Block>(index, num_blocks, num_warps, num_lanes_, shared_bytes);
-    return *slot;
-}
-
 void Launcher::work(uint32_t index) {
     uint64_t seen = 0;
     for (;;) {
@@ -49,7 +43,11 @@ bool Launcher::launch(const Kernel &kernel, const void *parameters, uint32_t num
     const std::lock_guard launch_lock(launching_);
     Interruption interruption(interrupted);
     const std::function<void()> body = [&] { kernel.run(parameters); };
-    Block &first = block(0, num_blocks, num_warps, shared_bytes);
+    while (blocks_.size() < num_blocks) {
+        blocks_.push_back(std::make_unique<Block>(static_cast<uint32_t>(blocks_.size()), num_lanes_));
+    }
+    // Before any block is handed to a thread: this may throw.
+    for (uint32_t i = 0; i < num_blocks; ++i) blocks_[i]->take_shape(num_blocks, num_warps, shared_bytes);
     if (num_blocks > 1) {
         {
             const std::lock_guard lock(mutex_);
@@ -58,7 +56,7 @@ bool Launcher::launch(const Kernel &kernel, const void *parameters, uint32_t num
                 assigned_.push_back(nullptr);
                 threads_.emplace_back([this, index] { work(index); });
             }
-            for (uint32_t i = 1; i < num_blocks; ++i) assigned_[i - 1] = &block(i, num_blocks, num_warps, shared_bytes);
+            for (uint32_t i = 1; i < num_blocks; ++i) assigned_[i - 1] = blocks_[i].get();
             body_ = &body;
             interruption_ = &interruption;
             unfinished_ = num_blocks - 1;
@@ -66,7 +64,7 @@ bool Launcher::launch(const Kernel &kernel, const void *parameters, uint32_t num
         }
         changed_.notify_all();
     }
-    first.run(body, interruption, true);
+    blocks_[0]->run(body, interruption, true);
     if (num_blocks > 1) {
         // Every wait inside a kernel has a limit, so this one has too.
         std::unique_lock lock(mutex_);

@@ -4,11 +4,9 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
-#include <tuple>
 #include <vector>
 
 #include "fibers.hpp"
@@ -30,14 +28,11 @@ class Launcher {
                 size_t shared_bytes, const std::function<bool()> &interrupted);
 
   private:
-    using Shape = std::tuple<uint32_t, uint32_t, uint32_t, size_t>;  // index, blocks, warps, shared bytes
-
-    Block &block(uint32_t index, uint32_t num_blocks, uint32_t num_warps, size_t shared_bytes);
     void work(uint32_t index);
 
     uint32_t num_lanes_;
     std::mutex launching_;
-    std::map<Shape, std::unique_ptr<Block>> blocks_;  // stacks are kept for the next launch of the same shape
+    std::vector<std::unique_ptr<Block>> blocks_;
     std::mutex mutex_;
     std::condition_variable changed_;
     std::vector<std::thread> threads_;
