@@ -143,6 +143,17 @@ class Transport(abc.ABC):
     def close(self) -> None:
         """Release everything. May be called twice, and after a failed `connect`."""
 
+    def break_lane(self, lane: int) -> bool:
+        """Make a connected lane fail as an error of its device would, so that its renewal can be tested.
+
+        For transports whose table has ``renew_lane`` (`uccl_ep/transport.h`); called by the thread that drives the
+        lane. What is under way then completes with an error, soon or at the next poll.
+
+        Returns:
+            Whether that was done; False, the default, where the transport has no means of its own.
+        """
+        return False
+
     def describe(self) -> Mapping[str, Any]:
         """Facts for ``uccl-ep info``: device, addresses, rails, what was chosen and why."""
         return {}

@@ -7,6 +7,7 @@ import re
 
 import liars
 import pytest
+import renewal_liars
 from liar import Liar
 
 from uccl_ep_core.conformance import run
@@ -35,19 +36,34 @@ LIES = {
     "SucceedsAfterDeath": ("peer_failure", r"peer_failure: rank 2 was killed and .* no an error completion"),
     "CriesWolf": ("placement", r"calls rank \d dead while it answers"),
     "Crashes": ("placement", r"rank \d died by signal SIGSEGV"),
+    "LandsAfterRenewal": ("renew_lane", r"renew_lane: .*had failed landed after the lane was renewed"),
+    "LandsOnTheRetry": ("renew_lane", r"renew_lane: the copy of a write that had failed landed on the one that was"),
+    "ArrivesAfterRenewal": ("renew_lane", r"renew_lane: .*an arrival of an ended generation came late"),
+    "CompletesAgainAfterRenewal": ("renew_lane", r"token \d+ \(.*\) completed twice"),
+    "RenewsInVain": ("renew_lane", r"renew_lane: 16 renewals .* everything posted after each of them failed"),
+    "NeverRenews": ("renew_lane", r"renew_lane: still 0 \(not yet\) after 2 s"),
+    "CannotRenew": ("renew_lane", r"renew_lane: -95 .* though the peer lives"),
+    "ForgetsWhatCompleted": ("renew_lane", r"renew_lane: .*completed without an error .*(were not there|never landed)"),
+    "WorksWhileBroken": ("renew_lane", r"renew_lane: a \w+ .*completed without an error"),
 }
 
 
+def where(name: str) -> str:
+    """As the kit takes it."""
+    return f"{'liars' if hasattr(liars, name) else 'renewal_liars'}:{name}"
+
+
 def test_every_liar_is_listed() -> None:
-    classes = {name for name, found in inspect.getmembers(liars, inspect.isclass) if issubclass(found, Liar)}
-    assert classes - {"Liar", "Honest"} == set(LIES)
+    found = [entry for module in (liars, renewal_liars) for entry in inspect.getmembers(module, inspect.isclass)]
+    honest = {"Liar", "Honest", "Renewing", "NeverBreaks"}
+    assert {name for name, kind in found if issubclass(kind, Liar)} - honest == set(LIES)
 
 
 @pytest.mark.parametrize("name", LIES)
 def test_lie_is_caught(name: str) -> None:
     check, words = LIES[name]
     # Three seeds, as the kit does by default: a lie about order must not need luck to be found.
-    report = run(f"liars:{name}", checks=[check], limit_s=2.0, hang_s=8.0 if name == "HangsWhenFull" else None)
+    report = run(where(name), checks=[check], limit_s=2.0, hang_s=8.0 if name == "HangsWhenFull" else None)
     assert not report.passed, f"the kit believed {name}"
     result = report.broken[0]
     assert result.check == check
@@ -55,13 +71,14 @@ def test_lie_is_caught(name: str) -> None:
     assert f"--check {check} --seed {result.seed} --seeds 1" in report.reproduce(result)
 
 
-def test_wrapping_alone_is_no_lie() -> None:
-    report = run("liars:Honest", seeds=[1], limit_s=10.0)
+@pytest.mark.parametrize("name", ["Honest", "Renewing"])
+def test_wrapping_alone_is_no_lie(name: str) -> None:
+    report = run(where(name), seeds=[1], limit_s=10.0, checks=[] if name == "Honest" else ["renew_lane"])
     assert report.passed, [f"{result.check}: {result.message}" for result in report.broken]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in LIES if name not in ("Crashes", "HangsWhenFull")])
 def test_the_whole_kit_fails_each_liar(name: str) -> None:
-    report = run(f"liars:{name}", limit_s=3.0)
+    report = run(where(name), limit_s=3.0)
     assert LIES[name][0] in {result.check for result in report.broken}

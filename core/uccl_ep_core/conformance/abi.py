@@ -67,6 +67,7 @@ PollArrivals = ctypes.CFUNCTYPE(
 PeerState = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint32)
 # The result stays an address: a callback written in Python cannot return a c_char_p.
 LastError = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32)
+RenewLane = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint32)
 
 
 class Ops(ctypes.Structure):
@@ -82,8 +83,15 @@ class Ops(ctypes.Structure):
         ("poll_arrivals", PollArrivals),
         ("peer_state", PeerState),
         ("last_error", LastError),
+        ("renew_lane", RenewLane),
     ]
 
 
-OLDEST_SIZE = ctypes.sizeof(Ops)
+OLDEST_SIZE = Ops.renew_lane.offset
 """Bytes of the first version of the table: a plugin's ``size`` is at least this."""
+
+
+def provides(ops: Ops, name: str) -> bool:
+    """Whether the table has this function: neither beyond the plugin's ``size`` nor NULL."""
+    field = getattr(Ops, name)
+    return bool(ops.size >= field.offset + field.size and getattr(ops, name))

@@ -16,6 +16,18 @@ class PromiseBroken(Exception):
     """A transport did not do what it promises; the message says which promise and how it showed."""
 
 
+class Untested(Exception):
+    """A check found nothing to test; raised by all ranks alike.
+
+    Attributes:
+        outcome: ``"not claimed"`` where the transport does not promise it, ``"not tested"`` where it does.
+    """
+
+    def __init__(self, outcome: str, words: str) -> None:
+        super().__init__(words)
+        self.outcome = outcome
+
+
 @dataclasses.dataclass
 class Posted:
     """One accepted operation."""
@@ -47,6 +59,7 @@ class Driver:
         self.on_completion: Callable[[int, Posted], None] | None = None
         self.on_arrival: Callable[[int, int], None] | None = None
         self.slowest_post_s = 0.0
+        self.slowest_renewal_s = 0.0
         self._next_token = 0
         self._completions = (abi.Completion * self.BATCH)()
         self._arrivals = (abi.Arrival * self.BATCH)()
@@ -151,9 +164,18 @@ class Driver:
 
     def wait_all(self, limit_s: float = 10.0, what: str = "operations") -> None:
         """Until every accepted operation completed, all without error."""
+        self.settle(limit_s, what)
+        self.raise_errors()
+
+    def settle(
+        self, limit_s: float = 10.0, what: str = "operations", between: Callable[[], object] | None = None
+    ) -> None:
+        """Until every accepted operation completed, with or without error; calls ``between`` after each poll."""
         end = time.monotonic() + limit_s
         while self.outstanding:
             self.progress()
+            if between is not None:
+                between()
             if time.monotonic() > end:
                 missing = [(token, entry) for token, entry in self.ledger.items() if entry.status is None]
                 token, entry = missing[0]
@@ -161,7 +183,6 @@ class Driver:
                     f"{len(missing)} of {len(self.ledger)} accepted {what} never completed (waited {limit_s:.0f} s); "
                     f"the first is token {token}, a {entry.label} of {entry.nbytes} bytes on lane {entry.lane}"
                 )
-        self.raise_errors()
 
     def raise_errors(self) -> None:
         """An error completion that no fault explains is a broken promise."""
@@ -171,6 +192,18 @@ class Driver:
                 f"a valid {entry.label} of {entry.nbytes} bytes to rank {entry.peer} completed with status "
                 f"{message_of(entry.status or 0)}: {self.last_error(entry.lane)!r}"
             )
+
+    @property
+    def can_renew(self) -> bool:
+        """Whether an error on a lane need not be final."""
+        return abi.provides(self.ops, "renew_lane")
+
+    def renew(self, lane: int) -> int:
+        """One call of renew_lane; what it answered."""
+        begin = time.perf_counter()
+        answer = int(self.ops.renew_lane(self.ops.context, lane))
+        self.slowest_renewal_s = max(self.slowest_renewal_s, time.perf_counter() - begin)
+        return answer
 
     def peer_state(self, peer: int) -> int | None:
         """What the transport says of a rank; None where it cannot tell."""

@@ -10,7 +10,9 @@ import sys
 from collections.abc import Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, cast
+
+from .report import Outcome
 
 
 class Group:
@@ -29,16 +31,16 @@ class Group:
             theirs.close()
             self._connections.append(ours)
 
-    def run(self, request: Mapping[str, Any], limit_s: float) -> tuple[str, str]:
+    def run(self, request: Mapping[str, Any], limit_s: float) -> tuple[Outcome, str]:
         """Run one check on all ranks; (outcome, message)."""
         for rank, connection in enumerate(self._connections):
             connection.send(dict(request, rank=rank, size=self.size))
         outcome, message = self._serve(limit_s)
-        if outcome != "kept":
+        if outcome == "broken":
             self.usable = False
         return outcome, message
 
-    def _serve(self, limit_s: float) -> tuple[str, str]:
+    def _serve(self, limit_s: float) -> tuple[Outcome, str]:
         alive = dict(enumerate(self._connections))
         killed: set[int] = set()
         done: dict[int, tuple[str, str]] = {}
@@ -56,8 +58,7 @@ class Group:
                     if rank not in killed:
                         code = self._processes[rank].wait(timeout=10)
                         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
-                        done.setdefault(-1, ("broken", f"rank {rank} died {how} after phase {last_phase[rank]!r}"))
-                        return done[-1]
+                        return "broken", f"rank {rank} died {how} after phase {last_phase[rank]!r}"
                     continue
                 if kind == "meet":
                     meeting[rank] = (first, second)
@@ -77,7 +78,10 @@ class Group:
             return "broken", "ranks disagree about the course of the check"
         if killed:
             self.usable = False
-        return "kept", next((message for _, message in done.values() if message), "")
+        outcomes = {outcome for outcome, _ in done.values()}
+        if len(outcomes) != 1:
+            return "broken", f"ranks disagree about the outcome of the check: {', '.join(sorted(outcomes))}"
+        return cast(Outcome, outcomes.pop()), next((message for _, message in done.values() if message), "")
 
     def _let_meet(
         self,

@@ -45,8 +45,8 @@ class Promise(pytest.Item):
             )
         session = config.stash[SESSION]
         result = session.run(self.check)
-        if result.outcome == "not claimed":
-            pytest.skip("not claimed")
+        if result.outcome in ("not claimed", "not tested"):
+            pytest.skip(f"{result.outcome}: {result.message}" if result.message else result.outcome)
         if result.outcome == "broken":
             repeat = session.report([result]).reproduce(result)
             pytest.fail(f"{result.message}\nseed {result.seed}; repeat it: {repeat}", pytrace=False)

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, Literal
 
-Outcome = Literal["kept", "broken", "not claimed"]
+Outcome = Literal["kept", "broken", "not claimed", "not tested"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,8 @@ class Result:
     Attributes:
         check: name of the check, as ``--check`` takes it.
         promise: what was tested, in words.
-        outcome: ``"broken"`` fails the transport; ``"not claimed"`` does not.
+        outcome: ``"broken"`` fails the transport; ``"not claimed"`` does not, nor does ``"not tested"``, where
+            nothing of what the promise is about could be made to happen.
         message: how it broke, or what was tested up to which limit.
         seed: the seed under which it broke; the last one tried where it was kept.
         seconds: time taken, all seeds together.
@@ -76,7 +77,7 @@ class Report:
         table = Table(title=escape(f"{self.transport} {options}".strip()), title_justify="left")
         for heading in ("check", "promise", "outcome", "seconds"):
             table.add_column(heading, justify="right" if heading == "seconds" else "left")
-        colours = {"kept": "green", "broken": "bold red", "not claimed": "dim"}
+        colours = {"kept": "green", "broken": "bold red", "not claimed": "dim", "not tested": "yellow"}
         for result in self.results:
             colour = colours[result.outcome]
             table.add_row(
@@ -85,6 +86,9 @@ class Report:
         console = Console()
         console.print(table)
         console.print(escape(f"ordering plan: {self.plan}"))
+        for result in self.results:
+            if result.outcome in ("not claimed", "not tested") and result.message:
+                console.print(escape(f"{result.outcome}: {result.check}: {result.message}"))
         for result in self.broken:
             console.print(f"[bold red]BROKEN[/] {escape(f'{result.check} (seed {result.seed}): {result.message}')}")
             console.print(escape(f"    repeat it: {self.reproduce(result)}"), soft_wrap=True)

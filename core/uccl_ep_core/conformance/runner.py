@@ -14,7 +14,7 @@ from uccl_ep_core.ordering import choose_plan
 
 from .checks import CHECKS, Check
 from .group import Group
-from .report import Report, Result
+from .report import Outcome, Report, Result
 from .target import transport_class
 
 
@@ -85,21 +85,18 @@ class Session:
                 return Result(check.name, check.promise, "broken", opened[1], self.seeds[0], time.monotonic() - begin)
         if self.capabilities is not None and not check.claimed(self.capabilities):
             return Result(check.name, check.promise, "not claimed", "", self.seeds[0], 0.0)
-        outcome, message, seed = "kept", "", self.seeds[0]
+        outcome: Outcome = "not tested"
+        message, seed = "", self.seeds[0]
         for seed in self.seeds if check.seeded else self.seeds[:1]:
-            outcome, message = self._run_once(check, seed)
-            if outcome != "kept":
+            found, words = self._run_once(check, seed)
+            if found == "not tested" and outcome == "kept":
+                continue  # another seed had something to test
+            outcome, message = found, words
+            if outcome in ("broken", "not claimed"):
                 break
-        return Result(
-            check.name,
-            check.promise,
-            "kept" if outcome == "kept" else "broken",
-            message,
-            seed,
-            time.monotonic() - begin,
-        )
+        return Result(check.name, check.promise, outcome, message, seed, time.monotonic() - begin)
 
-    def _run_once(self, check: Check, seed: int) -> tuple[str, str]:
+    def _run_once(self, check: Check, seed: int) -> tuple[Outcome, str]:
         group = self._groups.get(check.size)
         if group is None or not group.usable:
             if group is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from .checks import CHECKS
 from .context import Context, Stopped
-from .driver import PromiseBroken
+from .driver import PromiseBroken, Untested
 from .target import transport_class
 
 PR_SET_PDEATHSIG = 1
@@ -31,10 +31,14 @@ def _run(connection: Connection, request: dict[str, Any]) -> tuple[str, str]:
         request["settings"],
     )
     try:
-        words = check.run(context) or ""
+        outcome = "kept"
+        try:
+            words = check.run(context) or ""
+        except Untested as untested:
+            outcome, words = untested.outcome, str(untested)
         # Nobody closes before all are through: what a rank has posted may still be under way.
         context.barrier("end")
-        return "kept", words
+        return outcome, words
     except Stopped:
         return "stopped", ""
     except PromiseBroken as broken:
@@ -53,7 +57,7 @@ def main() -> None:
     while True:
         try:
             request = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             return
         try:
             outcome, message = _run(connection, request)

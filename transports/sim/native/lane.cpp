@@ -212,12 +212,23 @@ void Lane::maybe_break() {
     down_ = true;
     count(owner_.statistics_.breaks);
     error_ = "sim: the lane broke at operation " + std::to_string(number_ - 1) + ", as the option break_every asks";
+    // A device that keeps order acknowledges in order: what was reported vouches for all that was posted before it
+    // to the same peer, and behind what fails nothing succeeds.
+    std::vector<uint64_t> vouched(owner_.num_ranks_, 0);  // operations, from the lane's first
+    for (const Flight &flight : flights_) {
+        if (!faults_.ordered || !flight.live || !flight.completed) continue;
+        uint64_t &until = vouched[flight.is_signal ? flight.signal.peer : flight.write.peer];
+        until = std::max(until, flight.number + 1);
+    }
     for (uint32_t index = 0; index < flights_.size(); ++index) {
         Flight &flight = flights_[index];
-        if (!flight.live || flight.completed || flight.early || flight.unplaced == 0) continue;
+        if (!flight.live || flight.completed || flight.unplaced == 0) continue;
+        if (flight.early && !faults_.ordered) continue;
+        if (flight.number < vouched[flight.is_signal ? flight.signal.peer : flight.write.peer]) continue;
         flight.failed = true;
         flight.status = -EIO;
-        events_.push({now(), flight.number, Event::kComplete, index, 0, 0, true});
+        // The completion of an early one is on its way already.
+        if (!flight.early) events_.push({now(), flight.number, Event::kComplete, index, 0, 0, true});
     }
 }
 

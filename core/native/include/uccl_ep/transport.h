@@ -116,7 +116,8 @@ typedef struct uccl_ep_transport_ops {
      *   a negative errno: this lane cannot be renewed; the group then fails.
      * Until then every post on the lane completes with an error.
      * Where `write_order` or `signal_order` is promised, nothing posted behind an operation that failed may
-     * land or complete without an error before this was called. NULL (the usual case): errors are final. */
+     * complete without an error, or land where the failed one did not, before this was called.
+     * NULL (the usual case): errors are final. */
     int64_t (*renew_lane)(void *context, uint32_t lane);
 } uccl_ep_transport_ops;
 

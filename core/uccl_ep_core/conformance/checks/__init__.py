@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from . import basic, delivery, failure, immediates, limits, order
+from . import basic, delivery, failure, immediates, limits, order, renewal
 from .check import Check
 
 CHECKS: dict[str, Check] = {
-    check.name: check for module in (basic, order, immediates, delivery, limits, failure) for check in module.CHECKS
+    check.name: check
+    for module in (basic, order, immediates, delivery, limits, renewal, failure)
+    for check in module.CHECKS
 }
 
 __all__ = ["CHECKS", "Check"]
