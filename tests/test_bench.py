@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from uccl_ep.bench import records
+from uccl_ep.bench import gpu, records
 from uccl_ep.bench.channel import slower_than
+from uccl_ep.bench.workload import Case, inputs
 
 
 def test_bench_ep_writes_records_and_a_plot(tmp_path: Path) -> None:
@@ -30,6 +31,25 @@ def test_bench_ep_writes_records_and_a_plot(tmp_path: Path) -> None:
         assert rows[ours, gloo]["ratio"] == pytest.approx(rows[gloo, ""]["value"] / rows[ours, gloo]["value"])
         assert rows[ours, "memcpy of the received bytes"]["ratio"] > 0
     assert (tmp_path / "ep.png").stat().st_size > 10_000
+
+
+def test_bench_of_gpus_compares_halves_and_checks_them() -> None:
+    """On the host backend: what it runs, without events and graphs."""
+    cases = [Case("low latency", 16, 256, 4, 16, most=32), Case("high throughput", 32, 256, 4, 16, skewed=True)]
+    halves: list[tuple[str, str]] = []
+    found = gpu.run(cases, ranks=2, iterations=2, device="cpu", on_event=lambda rank, half: halves.append(half))
+    assert len(set(halves)) == 6
+    for case in cases:
+        rows = {(r.metric, r.baseline): r for r in found if r.case == case.title(2, 0)}
+        for half in ("dispatch bf16", "combine bf16"):
+            ours, gloo = f"{half}, call, uccl_ep", f"{half}, call, gloo all_to_all"
+            assert rows[ours, gloo].ratio == pytest.approx(rows[gloo, ""].value / rows[ours, gloo].value)
+        assert rows["dispatch fp8, call, uccl_ep", ""].value > 0
+
+
+def test_skewed_routing_gives_a_quarter_to_one_expert() -> None:
+    _, idx, _ = inputs(Case("high throughput", 400, 8, 4, 16, skewed=True), rank=1)
+    assert int((idx == 0).sum()) == 100 and all(row.unique().numel() == 4 for row in idx)
 
 
 def test_bench_channel_writes_records_with_their_ceilings(tmp_path: Path) -> None:

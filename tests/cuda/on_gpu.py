@@ -1,26 +1,43 @@
-"""Cases of the common matrix on GPUs: the same functions, with tensors moved to the device and back around calls."""
+"""Cases of the common suite on GPUs: the same functions, with tensors moved to the device and back around calls.
+
+Where torch sees no GPU the "device" is the CPU, with copies that stand apart, so that this harness is tested itself.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-import cases
-import elastic_cases
 from ranks import Context
 
 
-class _Transfer:
-    """Moves the tensors of one call's arguments, and brings back what the call wrote into them."""
+def use_device(rank: int) -> str:
+    """The device of a rank; ranks share GPUs where there are fewer."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    ordinal = rank % torch.cuda.device_count()
+    torch.cuda.set_device(ordinal)
+    return f"cuda:{ordinal}"
 
-    def __init__(self, device: str) -> None:
-        self._device = device
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+class _Transfer:
+    """Moves the tensors of one call's arguments, and brings back what the call wrote into them, and its results."""
+
+    def __init__(self, buffer: Any, device: str, in_place: int = 0) -> None:
+        self._buffer, self._device, self._in_place = buffer, device, in_place
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the CPU, on the device
 
     def there(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            moved = value.to(self._device)
+            if value.data_ptr() == self._in_place != 0:
+                return value
+            moved = value.to(self._device, copy=True)
             self._pairs.append((value, moved))
             return moved
         if type(value) in (tuple, list):
@@ -28,23 +45,46 @@ class _Transfer:
         return value  # what holds tensors inside, such as a handle, stays as it is
 
     def back(self) -> None:
-        torch.cuda.synchronize()
-        for original, moved in self._pairs:
-            original.copy_(moved)
+        if self._device != "cpu":
+            torch.cuda.synchronize()
+        for here, moved in self._pairs:
+            here.copy_(moved)
 
+    def result(self, value: Any) -> Any:
+        """A copy on the CPU; a receive hook brings what it filled into the copies that were returned before."""
+        if isinstance(value, torch.Tensor):
+            given = next((here for here, moved in self._pairs if moved.data_ptr() == value.data_ptr() != 0), None)
+            if given is not None and given.shape == value.shape:
+                return given  # ``out``
+            here = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(value)
+            self._pairs.append((here, value))
+            return here
+        if type(value) in (tuple, list):
+            return type(value)(map(self.result, value))
+        if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+            return self._hook(value)
+        return value
 
-def _to_cpu(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.cpu()
-    return type(value)(map(_to_cpu, value)) if type(value) in (tuple, list) else value
+    def _hook(self, hook: Callable[[], None]) -> Callable[[], None]:
+        def call() -> None:
+            hook()
+            self.back()
+            self._buffer.check()
+
+        return call
 
 
 class OnGpu:
     """A Buffer that takes and gives CPU tensors."""
 
-    def __init__(self, buffer: Any, ordinal: int) -> None:
-        self._buffer = buffer
-        self._device = f"cuda:{ordinal}"
+    def __init__(self, buffer: Any, device: str) -> None:
+        self._buffer, self._device = buffer, device
+        self._in_place = 0  # what zero-copy combines are written into, on the device
+
+    def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
+        outputs: torch.Tensor = self._buffer.get_next_low_latency_combine_buffer(handle)
+        self._in_place = outputs.data_ptr()
+        return outputs
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._buffer, name)
@@ -52,50 +92,67 @@ class OnGpu:
             return attribute
 
         def call(*arguments: Any, **named: Any) -> Any:
-            transfer = _Transfer(self._device)
+            transfer = _Transfer(self._buffer, self._device, self._in_place)
             result = attribute(
                 *(transfer.there(argument) for argument in arguments),
                 **{key: transfer.there(argument) for key, argument in named.items()},
             )
             transfer.back()
-            return _to_cpu(result)
+            if name not in ("check", "destroy"):
+                self._buffer.check()  # what a kernel has found, now that it has ended
+            return transfer.result(result)
 
         return call
 
 
-def _buffer(ctx: Context, **arguments: Any) -> OnGpu:
-    ordinal = ctx.rank % torch.cuda.device_count()
-    torch.cuda.set_device(ordinal)
-    return OnGpu(ctx.buffer(**arguments), ordinal)
+@dataclass
+class GpuContext(Context):
+    """A rank whose buffers work on its GPU."""
+
+    def new_buffer(self, group: Any = None, **arguments: Any) -> OnGpu:
+        device = use_device(self.rank)
+        return OnGpu(super().new_buffer(group, **{"device": device, **arguments}), device)
+
+    def barrier(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        super().barrier()
 
 
-def high_throughput(ctx: Context, **arguments: Any) -> str:
-    buffer = _buffer(ctx, num_rdma_bytes=64 << 20)
-    cases.high_throughput(ctx, buffer=buffer, **arguments)
-    return torch.cuda.get_device_name()
+def case(ctx: Context, *, function: str, arguments: Mapping[str, Any]) -> Any:
+    """Runs ``function``, "module:name" of the common suite, with buffers on the GPU of this rank."""
+    module, name = function.split(":")
+    gpu = GpuContext(ctx.rank, ctx.num_ranks, ctx.group, ctx.domain, ctx.options, ctx.groups, ctx.buffers)
+    return getattr(importlib.import_module(module), name)(gpu, **arguments)
 
 
-def low_latency(ctx: Context, *, hidden: int, most: int, experts: int, **arguments: Any) -> str:
-    """Without a hook: with one, outputs would be brought back before the receive half has filled them."""
-    buffer = _buffer(ctx, num_rdma_bytes=1 << 30)
-    cases.low_latency(ctx, buffer=buffer, hidden=hidden, most=most, experts=experts, hook=False, **arguments)
-    return torch.cuda.get_device_name()
+def several(ctx: Context, *, function: str, rows: list[dict[str, Any]]) -> int:
+    """`case` for each of ``rows``; one message to the ranks instead of many."""
+    for arguments in rows:
+        case(ctx, function=function, arguments=arguments)
+    return len(rows)
 
 
-def elastic(ctx: Context, *, hybrid: bool = True, multiple: bool = True, **arguments: Any) -> str:
-    ordinal = ctx.rank % torch.cuda.device_count()
-    torch.cuda.set_device(ordinal)
+def elastic(ctx: Context, *, hybrid: bool = True, multiple: bool = True, **arguments: Any) -> None:
+    import elastic_cases
+
+    device = use_device(ctx.rank)
     buffer = elastic_cases.elastic_buffer(ctx, allow_hybrid_mode=hybrid, allow_multiple_reduction=multiple)
-    on_gpu = OnGpu(buffer, ordinal)
-    elastic_cases.elastic(ctx, buffer=on_gpu, hybrid=hybrid, multiple=multiple, **arguments)
-    return torch.cuda.get_device_name()
+    elastic_cases.elastic(ctx, buffer=OnGpu(buffer, device), hybrid=hybrid, multiple=multiple, **arguments)
+
+
+def after_a_failure(ctx: Context) -> float:
+    """The GPU is usable: a sum over all of a matrix that was computed on it."""
+    device = use_device(ctx.rank)
+    ones = torch.ones(512, 512, device=device)
+    return float((ones @ ones).sum())
 
 
 def graphs(ctx: Context, *, rounds: int) -> None:
     """Two captured graphs of different token counts on one buffer, replayed in turn with eager calls between."""
     device = ctx.rank % torch.cuda.device_count()
     torch.cuda.set_device(device)
-    buffer = ctx.new_buffer(num_rdma_bytes=256 << 20)
+    buffer = Context.new_buffer(ctx, num_rdma_bytes=256 << 20, device=f"cuda:{device}")
     experts, topk, hidden, most = 8 * ctx.num_ranks, 4, 1024, 64
     generator = torch.Generator().manual_seed(17 + ctx.rank)
 

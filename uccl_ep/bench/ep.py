@@ -1,8 +1,12 @@
-"""``uccl-ep bench ep``: dispatch and combine, against gloo's all-to-all and against memcpy, in one run.
+"""``uccl-ep bench ep``: dispatch and combine, in one run with what they are compared with.
 
-What is compared is timed alternately, between two barriers, in the wall clock; each iteration counts its slowest
-rank, and a figure is the median over iterations. Inputs are random, experts differ, and every byte is compared with
-the reference before the timed run and after it. "memcpy" copies, on every rank at once, as many bytes as the rank
+On CPUs: against gloo's all-to-all and against memcpy. On GPUs (``--device cuda``, the default where torch sees one):
+against NCCL's all-to-all of the same rows and against DeepEP where it can be imported, by two boundaries, see
+`uccl_ep.bench.gpu`.
+
+On CPUs, what is compared is timed alternately, between two barriers, in the wall clock; each iteration counts its
+slowest rank, and a figure is the median over iterations. Inputs are random, experts differ, and every byte is compared
+with the reference before the timed run and after it. "memcpy" copies, on every rank at once, as many bytes as the rank
 usefully receives in dispatch and combine.
 """
 
@@ -25,6 +29,8 @@ from .workload import Case
 
 LOW_LATENCY = Case("low latency", tokens=128, hidden=7168, topk=8, experts=288)
 HIGH_THROUGHPUT = Case("high throughput", tokens=4096, hidden=2048, topk=8, experts=256)
+GPU_LOW_LATENCY = (dataclasses.replace(LOW_LATENCY, tokens=1, most=128), LOW_LATENCY)
+GPU_HIGH_THROUGHPUT = (dataclasses.replace(HIGH_THROUGHPUT, hidden=7168),)
 
 
 def measure(
@@ -40,7 +46,9 @@ def measure(
 
     group = dist.group.WORLD
     hints = [
-        Buffer.get_low_latency_rdma_size_hint(c.tokens, c.hidden, num_ranks, c.experts) for c in cases if c.low_latency
+        Buffer.get_low_latency_rdma_size_hint(c.max_tokens, c.hidden, num_ranks, c.experts)
+        for c in cases
+        if c.low_latency
     ]
     buffer = Buffer(group, num_rdma_bytes=max(hints, default=0), low_latency_mode=bool(hints))
     results = []
@@ -163,21 +171,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = argparse.ArgumentParser(description=plain(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=["low-latency", "high-throughput", "both"], default="both")
-    parser.add_argument("--ranks", type=int, default=4, help="processes to start (default 4; not under torchrun)")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where tensors are")
+    parser.add_argument("--ranks", type=int, help="processes to start (default: 4, or a GPU each; not under torchrun)")
     parser.add_argument("--domain-size", type=int, default=0, help="ranks per scale-up domain (default: all in one)")
     parser.add_argument("--iterations", type=int, default=20, help="timed rounds (default 20)")
     for name, what in (("tokens", "tokens per rank"), ("hidden", "elements of a token"), ("topk", "picks per token"),
                        ("experts", "experts in all")):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, help=f"{what} (default: the mode's)")
+    parser.add_argument("--skewed", action="store_true", help="every fourth token picks the same expert")
     add_output_options(parser, "times")
     given = parser.parse_args(arguments)
-    if given.iterations < 1 or given.ranks < 1:
+    if given.iterations < 1 or (given.ranks is not None and given.ranks < 1):
         parser.error("--iterations and --ranks must be at least 1")
+    device = given.device
+    if device != "cpu":
+        import torch
+
+        available = torch.cuda.is_available()
+        if device == "cuda" and not available:
+            parser.error("--device cuda: torch sees no GPU here; --device cpu runs on any machine")
+        device = "cuda" if available else "cpu"
     changes = {n: getattr(given, n) for n in ("tokens", "hidden", "topk", "experts") if getattr(given, n) is not None}
-    chosen = {"low-latency": [LOW_LATENCY], "high-throughput": [HIGH_THROUGHPUT]}.get(
-        given.mode, [LOW_LATENCY, HIGH_THROUGHPUT]
-    )
-    cases = [dataclasses.replace(case, **changes) for case in chosen]
+    if "tokens" in changes:
+        changes["most"] = 0
+    modes: dict[str, tuple[Case, ...]] = {
+        "low-latency": GPU_LOW_LATENCY if device == "cuda" else (LOW_LATENCY,),
+        "high-throughput": GPU_HIGH_THROUGHPUT if device == "cuda" else (HIGH_THROUGHPUT,),
+    }
+    chosen = [case for mode, of_mode in modes.items() if given.mode in (mode, "both") for case in of_mode]
+    cases = list(dict.fromkeys(dataclasses.replace(case, **changes, skewed=given.skewed) for case in chosen))
+    if device == "cuda":
+        return _on_gpus(given, cases)
 
     from rich.progress import Progress
 
@@ -189,11 +213,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 progress.update(bars[event[0]], completed=event[1])
 
         found = run(
-            cases, ranks=given.ranks, domain_size=given.domain_size, iterations=given.iterations, on_event=on_event
+            cases,
+            ranks=given.ranks or 4,
+            domain_size=given.domain_size,
+            iterations=given.iterations,
+            on_event=on_event,
         )
     if int(os.environ.get("RANK", "0")) != 0:
         return 0
     put_out(given, found, "uccl_ep against gloo all_to_all_single and memcpy")
+    return 0
+
+
+def _on_gpus(given: argparse.Namespace, cases: Sequence[Case]) -> int:
+    import torch
+
+    from . import gpu
+
+    def on_event(rank: int, event: Any) -> None:
+        if rank == 0:
+            print(f"timed: {event[0]}, {event[1]}", flush=True)
+
+    ranks = given.ranks or max(2, torch.cuda.device_count())
+    found = gpu.run(cases, ranks=ranks, domain_size=given.domain_size, iterations=given.iterations, on_event=on_event)
+    put_out(given, found, "uccl_ep against NCCL all_to_all_single and DeepEP")
     return 0
 
 

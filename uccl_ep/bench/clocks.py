@@ -1,0 +1,85 @@
+"""One call's time: between two events of a GPU's stream, or in the wall clock; and a call as a captured graph."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Call = Callable[[], Any]
+
+
+class WallClock:
+    """For calls that are done when they return."""
+
+    device = torch.device("cpu")
+    graphs = False
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def synchronize(self) -> None:
+        """All ranks are here, and nothing runs."""
+        dist.barrier(self._group)
+
+    def microseconds(self, call: Call, repeats: int = 1) -> float:
+        """Of one of ``repeats`` calls, from the moment that all ranks are here."""
+        self.synchronize()
+        started = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - started) * 1e6 / repeats
+
+
+class EventClock:
+    """For calls that enqueue work on the current stream of a GPU."""
+
+    graphs = True
+
+    def __init__(self, group: Any, ordinal: int) -> None:
+        self._group = group
+        self.device = torch.device("cuda", ordinal)
+        torch.cuda.set_device(self.device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+        dist.barrier(self._group)
+
+    def microseconds(self, call: Call, repeats: int = 1) -> float:
+        self.synchronize()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(repeats):
+            call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3 / repeats
+
+    def graph(self, call: Call) -> Call:
+        """The call captured, to be replayed: what it costs without the CPU's part. Every rank captures at once."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.current_stream().wait_stream(side)
+        self.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            call()
+        dist.barrier(self._group)
+        return graph.replay
+
+    def kernels_microseconds(self, call: Call, repeats: int) -> float:
+        """Sum of the times of all kernels of one call, as the profiler sees them; a wait for a peer counts in it."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            for _ in range(repeats):
+                self.synchronize()
+                call()
+            torch.cuda.synchronize()
+        return sum(float(event.device_time_total) for event in profiler.key_averages()) / repeats
+
+
+Clock = WallClock | EventClock
