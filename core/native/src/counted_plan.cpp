@@ -60,6 +60,10 @@ class CountedPlan final : public Plan {
     bool windowed() const override { return window_ != 0; }
     void write(uccl_ep_write &write, const Op &op) override {
         SenderSignal &signal = senders_[op.key];
+        if (op.value == signal.sealed + 1) {  // nearly all messages: nothing was skipped
+            signal.sealed = op.value;
+            signal.next_index = 0;
+        }
         // Nothing was staged behind it where it is refused: a message begun anew has no writes yet.
         if ((op.value != signal.sealed && !fill_gap(op)) || !announce(write, op, signal)) {
             outbound_.unstage();
@@ -143,7 +147,7 @@ class CountedPlan final : public Plan {
 
     // A message begins. The receiver counts every message number, but a kernel may skip some (a credit that
     // went up by more than one): those are messages of nothing.
-    bool fill_gap(const Op &op) {
+    [[gnu::noinline]] bool fill_gap(const Op &op) {
         SenderSignal &signal = senders_[op.key];
         if (op.value - signal.sealed > kEpochWindow) {
             fail(Fault{shared_.rank, Reason::kBadCommand, op.signal, signal.sealed + kEpochWindow, op.value,
@@ -172,16 +176,21 @@ class CountedPlan final : public Plan {
     // Give a write its immediate. False: the message has too many.
     bool announce(uccl_ep_write &write, const Op &op, SenderSignal &signal) {
         if (signal.next_index >= codec_.max_writes()) {
-            fail(Fault{shared_.rank, Reason::kBadCommand, op.signal, codec_.max_writes(), signal.next_index,
-                       "a message of more than " + std::to_string(codec_.max_writes()) + " writes"});
+            refuse(op, signal.next_index);
             return false;
         }
         write.flags = UCCL_EP_WRITE_IMMEDIATE;
         write.immediate = codec_.encode(
             Immediate{op.signal, static_cast<uint32_t>(op.value % kEpochs), signal.next_index++, op.last});
-        peers_[op.peer].sent += 1;
+        if (window_ != 0) {
+            peers_[op.peer].sent += 1;
+        }
         ++announced_;
         return true;
+    }
+    [[gnu::cold, gnu::noinline]] void refuse(const Op &op, uint64_t index) {
+        fail(Fault{shared_.rank, Reason::kBadCommand, op.signal, codec_.max_writes(), index,
+                   "a message of more than " + std::to_string(codec_.max_writes()) + " writes"});
     }
 
     // A write of no bytes.
