@@ -9,18 +9,15 @@ from typing import Any
 
 import pytest
 
-from uccl_ep_core import _native
-from uccl_ep_shm import ShmTransport
-
 sys.path.insert(0, str(Path(__file__).parent))
-import engine_ranks
+import trace_runs
 
 # What each phase of an event must carry, by the trace event format.
 REQUIRED = {
     "M": {"name", "pid", "args"},
-    "b": {"name", "cat", "id", "pid", "tid", "ts"},
-    "n": {"name", "cat", "id", "pid", "tid", "ts"},
-    "e": {"name", "cat", "id", "pid", "tid", "ts"},
+    "b": {"name", "cat", "id2", "pid", "tid", "ts"},
+    "n": {"name", "cat", "id2", "pid", "tid", "ts"},
+    "e": {"name", "cat", "id2", "pid", "tid", "ts"},
     "i": {"name", "pid", "tid", "ts", "s"},
 }
 
@@ -41,7 +38,7 @@ def check(trace: dict[str, Any]) -> list[dict[str, Any]]:
         if event["ph"] == "i":
             assert event["s"] in ("g", "p", "t"), event
             continue
-        stack = opened.setdefault((event["cat"], str(event["id"])), [])
+        stack = opened.setdefault((event["cat"], event["id2"]["local"]), [])
         if event["ph"] == "b":
             stack.append((event["name"], event["ts"]))
             continue
@@ -55,17 +52,7 @@ def check(trace: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("plan", ["native", "counted", "fenced"])
 def test_the_trace_is_valid_and_tells_the_life_of_every_command(tmp_path: Path, plan: str) -> None:
-    both = [engine_ranks.Rank(rank, 2, ShmTransport.open(None, {})) for rank in range(2)]
-    addresses = [rank.transport.address() for rank in both]
-    for rank in both:
-        rank.connect(addresses, plan, 1, options={"trace": str(tmp_path / "trace.json")})
-    sender, receiver = both
-    signal = sender.layout.signal_index(_native.SignalKind.DIRECT_DATA, 0, 0)
-    for value in range(1, 31):
-        sender.push(0, peer=1, local_offset=0, remote_offset=0, bytes=64, signal=signal, value=value)
-        receiver.wait_signal(signal, value)
-    for rank in both:
-        assert rank.engine is not None and rank.engine.stop(10.0)
+    trace_runs.two_ranks(tmp_path, plan, 30)
     events = check(json.loads((tmp_path / "trace.0.json").read_text()))
     named = [event for event in events if event["name"] == "command"]
     assert {event["args"]["ticket"] for event in named} == set(range(30))
@@ -75,5 +62,3 @@ def test_the_trace_is_valid_and_tells_the_life_of_every_command(tmp_path: Path, 
         assert any(event["name"] == "signal raised" for event in arrived)
     else:
         assert any(event["name"] == "signal sent" for event in events)
-    for rank in both:
-        rank.close()

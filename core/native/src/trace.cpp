@@ -12,8 +12,9 @@ namespace {
 
 double microseconds(uint64_t ns) { return static_cast<double>(ns) * 1e-3; }
 
-// Every command is a nestable asynchronous slice "ring R" with an id of its own, from the moment it was
-// popped to its completion; the posting is an instant inside it.
+// Every command is a nestable asynchronous slice with an id of its own, from the moment it was popped to its
+// completion; the posting is an instant inside it. The id is local to the rank: Perfetto shows what has a global
+// one beside the processes, not under them.
 class Writer {
   public:
     Writer(FILE *file, uint32_t rank) : file_(file), rank_(rank) {}
@@ -32,11 +33,11 @@ class Writer {
                  uint32_t peer, uint64_t bytes) {
         begin();
         std::fprintf(file_,
-                     "{\"ph\":\"%c\",\"cat\":\"command\",\"id\":\"%u.%u.%" PRIu64
-                     "\",\"name\":\"%s\",\"pid\":%u,"
+                     "{\"ph\":\"%c\",\"cat\":\"command\",\"id2\":{\"local\":\"%u.%" PRIu64
+                     "\"},\"name\":\"%s\",\"pid\":%u,"
                      "\"tid\":%u,\"ts\":%.3f,\"args\":{\"ring\":%u,\"ticket\":%" PRIu64
                      ",\"peer\":%u,\"bytes\":%" PRIu64 "}}",
-                     phase, rank_, ring, ticket, what, rank_, thread, microseconds(time_ns), ring, ticket, peer, bytes);
+                     phase, ring, ticket, what, rank_, thread, microseconds(time_ns), ring, ticket, peer, bytes);
     }
 
     void instant(const char *what, uint64_t time_ns, uint32_t thread, uint32_t signal, uint64_t value, uint32_t peer) {
