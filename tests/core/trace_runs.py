@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import engine_ranks
-
 from uccl_ep_core import _native
 from uccl_ep_shm import ShmTransport
 
