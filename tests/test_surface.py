@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 from typing import Any
@@ -150,3 +151,24 @@ def refused_when_set(ctx: Context) -> None:
 
 def test_refused_when_set(pool: RankPool) -> None:
     pool.run(refused_when_set, ranks=2)
+
+
+def refused_dispatch(ctx: Context) -> None:
+    """A dispatch that is refused leaves earlier results, and their handles, as they are."""
+    buffer, w = ctx.new_buffer(), torch.ones(2, 1)
+    x, ids = closed_form.rows(2, 128, rank=ctx.rank, seed=3, dtype=torch.bfloat16), torch.tensor([[0], [1]])
+    recv, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, 2, 2, use_fp8=False)
+    backend = buffer._communicator.backend
+    limits = backend.limits
+    backend._limits = dataclasses.replace(limits, max_shared_bytes=8)  # refused last of all, by the grid
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="shared memory"):
+            buffer.low_latency_dispatch(-x, ids, 2, 2, use_fp8=False)
+    backend._limits = limits
+    out, _, _ = buffer.low_latency_combine(recv, ids, w, handle)
+    check_equal("combined_x", out, x)
+    buffer.destroy()
+
+
+def test_refused_dispatch(pool: RankPool) -> None:
+    pool.run(refused_dispatch, ranks=2)

@@ -31,6 +31,15 @@ for name in ("HybridEPBuffer", "no_such_name"):  # callers probe for these
 assert hasattr(deep_ep, "ElasticBuffer") is hasattr(deep_ep, "EPHandle") is hasattr(uccl_ep, "ElasticBuffer")
 assert importlib.util.find_spec("deep_ep.hybrid_ep_buffer") is None
 """
+RELOAD = """
+import deep_ep, importlib, sys, uccl_ep
+before = deep_ep.Buffer
+assert importlib.reload(deep_ep) is deep_ep and deep_ep.Buffer is before is uccl_ep.Buffer
+assert importlib.reload(deep_ep.utils).EventHandle is uccl_ep.EventHandle
+del sys.modules["deep_ep"]
+import deep_ep as again
+assert again is not deep_ep and again.Buffer is before and again.__file__ == deep_ep.__file__
+"""
 ABSENT = "import importlib.util\nassert importlib.util.find_spec('deep_ep') is None\n"
 INSTALL = "import uccl_ep\nassert uccl_ep.install_as_deep_ep() is uccl_ep.install_as_deep_ep()\n"
 
@@ -73,6 +82,12 @@ def test_it_is_absent_unless_asked_for() -> None:
 
 def test_install_makes_a_real_module() -> None:
     done = python("-c", INSTALL + REAL)
+    assert done.returncode == 0, done.stderr
+
+
+def test_it_can_be_imported_again(tmp_path: Path) -> None:
+    """By `importlib.reload`, as notebooks do, and once it is gone from sys.modules; also with another one about."""
+    done = python("-c", INSTALL + RELOAD + REAL, PYTHONPATH=str(another_deep_ep(tmp_path)))
     assert done.returncode == 0, done.stderr
 
 

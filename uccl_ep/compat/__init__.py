@@ -8,10 +8,12 @@ variable ``UCCL_EP_AS_DEEP_EP`` in processes of frameworks that load plugins.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import sys
-from importlib.machinery import PathFinder
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -67,16 +69,22 @@ def install_as_deep_ep() -> ModuleType:
                 f"{module} has looked for deep_ep already and will not look again: call "
                 "uccl_ep.install_as_deep_ep() before importing it, or start the program with `uccl-ep run`"
             )
-    spec = PathFinder.find_spec(NAME, [str(IMPORT_PATH)])
-    assert spec is not None and spec.loader is not None, f"{IMPORT_PATH} has lost its content"
-    module_object = importlib.util.module_from_spec(spec)
-    sys.modules[NAME] = module_object
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)  # first: a copy that only lies on the disk is passed over
     try:
-        spec.loader.exec_module(module_object)
+        return importlib.import_module(NAME)
     except BaseException:
-        del sys.modules[NAME]
+        sys.meta_path.remove(finder)
         raise
-    return module_object
+
+
+class _Finder(MetaPathFinder):
+    """Finds the module for whoever imports or reloads it; where it lies is on no path of this process."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return PathFinder.find_spec(NAME, [str(IMPORT_PATH)]) if fullname == NAME else None
 
 
 def is_ours(module: ModuleType) -> bool:
