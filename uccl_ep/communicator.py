@@ -11,14 +11,13 @@ import os
 from contextlib import suppress
 from typing import Any
 
+from uccl_ep_core import _native
 from uccl_ep_core.errors import BufferClosedError, EPError
 from uccl_ep_core.kernel_parameters import BarrierParameters, Group, KernelStatus, LayoutStruct
 
 from .connection import Connection
 from .failures import peer_failure
-
-LOCAL_WARPS = 8  # of a block, where warps do not wait for each other
-INTERRUPTED = 8  # Reason::kInterrupted of layout.hpp
+from .grids import LOCAL_WARPS, full_grid
 
 
 class Communicator(Connection):
@@ -72,15 +71,13 @@ class Communicator(Connection):
     def _cut_off(self) -> None:
         """Tell the group that this rank left an operation, and close the buffer."""
         if not KernelStatus.from_address(self._status.memory.pointer).failed:  # else `check` tells what the kernel saw
-            self.verdicts.report(self.rank, INTERRUPTED, 0)
+            self.verdicts.report(self.rank, int(_native.Reason.INTERRUPTED), 0)
         with suppress(EPError):
             self.check()
 
     def local_grid(self) -> dict[str, int]:
         """The grid of a kernel whose warps do not wait for each other: all that run at once."""
-        limits = self.backend.limits
-        warps = 1 if limits.warp_size == 1 else min(LOCAL_WARPS, limits.max_warps_per_block)
-        return {"num_blocks": limits.max_blocks, "warps": warps}
+        return full_grid(self.backend.limits, LOCAL_WARPS)
 
     def ensure_usable(self) -> None:
         """Raise when the buffer was destroyed, or an earlier failure closed it."""

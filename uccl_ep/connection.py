@@ -28,7 +28,6 @@ HOST_SLOT_BYTES = 128 << 10  # stays in the caches
 GPU_SLOT_BYTES = 256 << 10  # a slot costs some microseconds of signals, whatever it holds
 MOST_CHANNELS = 48  # chosen automatically; more bring no bandwidth, and each has its own slots
 DEFAULT_LIMIT_S = 300.0  # as plugins.toml has it
-COUNTER_KINDS = 15  # Counter::kCount of core/kernels/counters.hpp
 
 
 def _boot_identity() -> str:
@@ -203,8 +202,8 @@ class Connection:
 
     @property
     def dispatch_roles(self) -> int:
-        """Teams that one channel of a high-throughput dispatch needs, as core/kernels/dispatch.hpp counts them."""
-        return (self.num_ranks - 1) + (self.ranks_per_domain - 1) + 2 * (self.num_domains - 1) + 1
+        """Teams that one channel of a high-throughput dispatch needs."""
+        return int(_native.kernels.dispatch_roles(self.num_ranks, self.ranks_per_domain))
 
     def _automatic_channels(self) -> int:
         """As many channels as have a block for each role, or where there is none for each, a warp."""
@@ -246,8 +245,7 @@ class Connection:
         windows.append(self.control)
         self._status = backend.allocate_host_window(4096)
         windows.append(self._status)
-        stride = max(self.num_ranks * self.num_channels, 16)
-        self._counters = backend.allocate_device_memory(COUNTER_KINDS * stride * 8)
+        self._counters = backend.allocate_device_memory(_native.kernels.counters_bytes(self.layout))
         windows.append(self._counters)
         self.channel = None
         self.num_rings = 0

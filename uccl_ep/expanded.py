@@ -9,13 +9,13 @@ import dataclasses
 
 import torch
 
+from uccl_ep_core._native import kernels
 from uccl_ep_core.kernel_parameters import FoldParameters, GatherParameters
 
 from .communicator import Communicator
 from .tensors import check_reducible, pointer, round_up
 
 Biases = tuple[torch.Tensor | None, torch.Tensor | None]
-TERM_BYTES = 8  # an address in uccl_ep_fold of core/kernels/expand.hpp
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -147,7 +147,7 @@ def fold(
             hidden=x.shape[1],
             row_bytes=x.shape[1] * x.element_size(),
         )
-        shared_bytes = grid["warps"] * (slots.shape[1] + 2) * TERM_BYTES
+        shared_bytes = kernels.fold_terms_bytes(grid["warps"], slots.shape[1])
         communicator.launch("uccl_ep_fold", parameters, shared_bytes=shared_bytes, **grid)
     return out
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from uccl_ep_core import _native
 from uccl_ep_core.errors import BufferClosedError, EPError
 from uccl_ep_core.gpu_backend import GpuBackend, Window
 from uccl_ep_core.transport import Transport
 
 END_CALLS_S = 10.0  # kernels look at the abort word every few microseconds
-CLOSED = 7  # Reason::kClosed of layout.hpp
 
 
 class Resources:
@@ -55,7 +55,7 @@ class Resources:
             self.closed = True
             others = set(self._users) - {threading.get_ident()}
             if others and self.verdicts is not None:
-                self.verdicts.report(self.rank, CLOSED, 0)
+                self.verdicts.report(self.rank, int(_native.Reason.CLOSED), 0)
             if not self._changed.wait_for(lambda: not set(self._users) - {threading.get_ident()}, END_CALLS_S):
                 raise EPError(f"a call of another thread did not end within {END_CALLS_S} s: its memory is kept")
 

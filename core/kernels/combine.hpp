@@ -5,27 +5,11 @@
 // the one that the caller lists (CombineParameters::term_ranks).
 #pragma once
 
+#include "block_memory.hpp"
 #include "dispatch.hpp"
 #include "numerics.hpp"
 
 namespace uccl_ep {
-
-struct CombineRows {
-    uint64_t payload, topk_weights, end;
-
-    UCCL_EP_DEVICE static CombineRows of(const CombineParameters &p, uint32_t rows) {
-        CombineRows at;
-        at.payload = sizeof(MessageHeader);
-        at.topk_weights = align_up(at.payload + uint64_t{rows} * p.row_bytes, 16);
-        at.end = align_up(at.topk_weights + uint64_t{rows} * p.num_topk * 4, 64);
-        return at;
-    }
-    UCCL_EP_DEVICE static uint32_t capacity(const CombineParameters &p) {
-        const uint64_t fixed = sizeof(MessageHeader) + 16 + 64;
-        const uint64_t row = uint64_t{p.row_bytes} + uint64_t{p.num_topk} * 4;
-        return static_cast<uint32_t>((p.group.layout.slot_bytes - fixed) / row);
-    }
-};
 
 UCCL_EP_DEVICE RowFormat row_format(const CombineParameters &p) { return {p.row_bytes, 0, p.num_topk, p.payload_type}; }
 
@@ -57,41 +41,6 @@ UCCL_EP_DEVICE bool combine_send(const CombineParameters &p, Team team, uint32_t
     sender.finish();
     return ok;
 }
-
-// One addend of a token's sum: its payload, and its top-k weights where it has some.
-struct CombineTerm {
-    const uint8_t *payload;
-    const float *topk_weights;
-    uint32_t rank;
-    uint32_t reserved;
-};
-
-// What the reducing team keeps in shared memory. Rows that come home from a rank are numbered in the order of its
-// tokens; every message but the last is full, so a row's number says where it lies.
-struct CombineProgress {
-    uint64_t *received;   // [ranks] messages received in earlier operations
-    CombineTerm *terms;   // [warps][ranks + 2]
-    uint32_t *next;       // [ranks] number of the next row
-    uint32_t *after;      // [ranks] and of the next after this round
-    int32_t *row;         // [tokens of a round][ranks] number of the token's row, -1: none
-
-    // Tokens of one round: enough for all warps, and no more than whose rows the slots can hold.
-    UCCL_EP_DEVICE static constexpr uint32_t tokens(uint32_t warps, uint32_t ranks, uint32_t slots, uint32_t capacity) {
-        const uint32_t wanted = warps == 1 ? 8 : warps, held = (slots - 1) * capacity + 1;
-        const uint32_t fit = ranks < 2048 ? 2048 / ranks : 1;
-        const uint32_t few = wanted < held ? wanted : held;
-        return few < fit ? few : fit;
-    }
-    UCCL_EP_DEVICE static CombineProgress in(uint8_t *memory, uint32_t warps, uint32_t ranks) {
-        CombineProgress at;
-        at.received = reinterpret_cast<uint64_t *>(memory);
-        at.terms = reinterpret_cast<CombineTerm *>(at.received + ranks + ranks % 2);
-        at.next = reinterpret_cast<uint32_t *>(at.terms + warps * (ranks + 2));
-        at.after = at.next + ranks;
-        at.row = reinterpret_cast<int32_t *>(at.after + ranks);
-        return at;
-    }
-};
 
 // The rows that come home from one rank over one channel.
 struct IncomingRows {
@@ -223,7 +172,7 @@ UCCL_EP_DEVICE bool combine_reduce(const CombineParameters &p, Team team, uint32
     const uint32_t most = CombineProgress::tokens(team.size, ranks, group.layout.num_slots, CombineRows::capacity(p));
     for (uint32_t rank = team.index * device::kWarpSize + device::lane(); rank < ranks;
          rank += team.size * device::kWarpSize) {
-        progress.received[rank] = *Counters::at(group, Counter::kDirectReceived, rank, channel);
+        progress.received[rank] = *Counters::at(group, MessageCounter::kDirectReceived, rank, channel);
         progress.next[rank] = 0;
     }
     team.sync();
@@ -271,8 +220,6 @@ UCCL_EP_DEVICE bool combine_reduce(const CombineParameters &p, Team team, uint32
     }
     return ok;
 }
-
-UCCL_EP_DEVICE uint32_t combine_roles(const Layout &layout) { return layout.num_ranks; }
 
 UCCL_EP_KERNEL(uccl_ep_combine, CombineParameters) {
     const CombineParameters &p = parameters;

@@ -6,7 +6,7 @@
 
 namespace uccl_ep {
 
-enum class Counter : uint32_t {
+enum class MessageCounter : uint32_t {
     kDirectSent = 0,      // [peer][channel] slots sent into my direct ring at peer
     kDirectReceived = 1,  // [peer][channel]
     kRailSent = 2,        // [domain][channel]
@@ -40,26 +40,26 @@ struct Counters {
     }
     // kLowLatencyTicket takes four strides: dispatch and combine, one a parity each.
     UCCL_EP_DEVICE static uint64_t bytes(const Layout &layout) {
-        return static_cast<uint64_t>(Counter::kCount) * stride(layout) * sizeof(uint64_t);
+        return static_cast<uint64_t>(MessageCounter::kCount) * stride(layout) * sizeof(uint64_t);
     }
-    UCCL_EP_DEVICE static uint64_t *at(const Group &group, Counter counter, uint32_t peer, uint32_t channel) {
+    UCCL_EP_DEVICE static uint64_t *at(const Group &group, MessageCounter counter, uint32_t peer, uint32_t channel) {
         return group.counters + static_cast<uint64_t>(counter) * stride(group.layout) +
                uint64_t{peer} * group.layout.num_channels + channel;
     }
     UCCL_EP_DEVICE static uint64_t *at(const Group &group, SingleCounter counter) {
-        return group.counters + static_cast<uint64_t>(Counter::kSingles) * stride(group.layout) +
+        return group.counters + static_cast<uint64_t>(MessageCounter::kSingles) * stride(group.layout) +
                static_cast<uint64_t>(counter);
     }
     UCCL_EP_DEVICE static uint64_t *ticket(const Group &group, uint32_t parity, uint32_t peer) {
-        return group.counters + (static_cast<uint64_t>(Counter::kLowLatencyTicket) + parity) * stride(group.layout) +
-               peer;
+        return group.counters +
+               (static_cast<uint64_t>(MessageCounter::kLowLatencyTicket) + parity) * stride(group.layout) + peer;
     }
     UCCL_EP_DEVICE static uint64_t *combine_ticket(const Group &group, uint32_t parity, uint32_t peer) {
         return ticket(group, 2 + parity, peer);
     }
     UCCL_EP_DEVICE static uint64_t *decision(const Group &group, LowLatencyHalf half, uint32_t peer) {
         return group.counters +
-               (static_cast<uint64_t>(Counter::kLowLatencyDecision) + static_cast<uint64_t>(half)) *
+               (static_cast<uint64_t>(MessageCounter::kLowLatencyDecision) + static_cast<uint64_t>(half)) *
                    stride(group.layout) +
                peer;
     }

@@ -8,7 +8,8 @@
 // runs one role at a time and roles wait for each other, so there must be a team for every role.
 #pragma once
 
-#include "dispatch_rows.hpp"
+#include "roles.hpp"
+#include "tokens.hpp"
 
 namespace uccl_ep {
 
@@ -256,11 +257,6 @@ UCCL_EP_DEVICE bool dispatch_forward(const DispatchParameters &p, Team team, uin
     }
     receiver.finish();
     return ok;
-}
-
-// Teams that the roles of one channel need.
-UCCL_EP_DEVICE uint32_t dispatch_roles(const Layout &layout) {
-    return (layout.num_ranks - 1) + (layout.ranks_per_domain - 1) + 2 * (layout.num_domains() - 1) + 1;
 }
 
 UCCL_EP_KERNEL(uccl_ep_dispatch, DispatchParameters) {

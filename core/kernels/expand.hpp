@@ -1,6 +1,7 @@
 // The expanded layout of v2, a row for each pick: what one rank does with its own memory. No warp waits for another.
 #pragma once
 
+#include "block_memory.hpp"
 #include "numerics.hpp"
 
 namespace uccl_ep {
@@ -32,8 +33,7 @@ UCCL_EP_KERNEL(uccl_ep_gather, GatherParameters) {
 UCCL_EP_KERNEL(uccl_ep_fold, FoldParameters) {
     const FoldParameters &p = parameters;
     const RowsOfWarp mine = RowsOfWarp::of();
-    auto *terms = reinterpret_cast<const uint8_t **>(device::shared_memory()) +
-                  device::warp_in_block() * (uint64_t{p.num_terms} + 2);
+    const uint8_t **terms = FoldTerms::in(device::shared_memory(), device::warp_in_block(), p.num_terms);
     for (uint32_t row = mine.first; row < p.num_rows; row += mine.step) {
         device::sync_warp();  // the terms of the row before have been read
         uint32_t count = 0;

@@ -75,13 +75,6 @@ UCCL_EP_DEVICE void ll_combine_send(const LowLatencyCombineParameters &p) {
     if (device::warp_in_block() == 0 && device::lane() == 0) *sent = number;
 }
 
-// A row that a token's sum takes, and its factor; a list of them in shared memory for each warp.
-struct WeightedRow {
-    const uint8_t *row;
-    float weight;
-    uint32_t reserved;
-};
-
 // Sum elements [begin, end) of a token. The whole warp.
 UCCL_EP_DEVICE void ll_sum_token(const LowLatencyCombineParameters &p, const uint8_t *inbox, uint32_t token,
                                  uint32_t begin, uint32_t end, WeightedRow *terms) {

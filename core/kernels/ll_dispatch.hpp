@@ -5,6 +5,7 @@
 // Deterministic: within an expert, rows lie in the order (source rank, index on the source rank).
 #pragma once
 
+#include "block_memory.hpp"
 #include "numerics.hpp"
 #include "stream.hpp"
 
@@ -20,29 +21,12 @@ enum LowLatencyWord : uint32_t {
     kWordPayloadType = 5,  // of the caller's tensor, which is also that of the combine
 };
 
-// A message: header, rows per local expert, then the fields of all rows, each together.
-struct LowLatencyRows {
-    uint64_t counts, payload, scales, expert, place, source, end;
-
-    UCCL_EP_DEVICE static LowLatencyRows of(const LowLatencyShape &shape, uint32_t num_ranks, uint32_t rows) {
-        LowLatencyRows at;
-        at.counts = sizeof(MessageHeader);
-        at.payload = align_up(at.counts + uint64_t{shape.num_experts / num_ranks} * 4, 64);
-        at.scales = align_up(at.payload + uint64_t{rows} * shape.row_bytes, 16);
-        at.expert = align_up(at.scales + uint64_t{rows} * shape.scale_bytes, 16);
-        at.place = at.expert + uint64_t{rows} * shape.num_topk * 4;   // local expert of each k, -1: elsewhere
-        at.source = at.place + uint64_t{rows} * shape.num_topk * 4;   // the row's place among mine of that expert
-        at.end = align_up(at.source + uint64_t{rows} * 4, 64);
-        return at;
-    }
-};
-
-// Sum of `value` over the lanes below this one, and over all lanes; values are below 2^16. Sixteen ballots
-// cost less than as many dependent loads would.
+// Sum of `value` over the lanes below this one, and over all lanes; values are counts of tokens. A ballot a bit
+// costs less than as many dependent loads would.
 UCCL_EP_DEVICE uint32_t sum_below(uint32_t value, uint32_t *total) {
     uint32_t below = 0;
     *total = 0;
-    for (uint32_t bit = 0; bit < 16; ++bit) {
+    for (uint32_t bit = 0; bit < kLowLatencyTokenBits; ++bit) {
         const device::LaneMask mask = device::ballot((value >> bit & 1) != 0);
         below += device::population_count(mask & device::lanes_below()) << bit;
         *total += device::population_count(mask) << bit;
@@ -55,40 +39,6 @@ UCCL_EP_DEVICE uint8_t *ll_message(const Group &group, uint32_t destination, uin
                ? group.peer_data[destination] + group.layout.ll_dispatch_inbox(parity, group.rank)
                : group.data + group.layout.ll_dispatch_outbox(parity, destination);
 }
-
-// What each block works out for itself, in its shared memory, from the indices of all tokens: no block waits for
-// another. A key is an expert, or `num_experts` plus a rank; a chunk is a run of tokens that one warp takes. Tokens
-// are dealt to blocks in turn; an entry is one (token, k) of this block.
-struct LowLatencyPlacing {
-    uint32_t experts, keys, chunks, entries;
-    int32_t *total;    // [keys] rows of mine with that key
-    int32_t *begin;    // [experts] rows of mine in the experts before: the order in which rows come home. The last
-                       // warp's until the block has met again
-    int32_t *expert;   // [entries] -1: none
-    int32_t *place;    // [entries] place among my rows of that expert
-    int32_t *row;      // [entries] row in the message to the expert's rank; -1 but for the first k of each rank
-    uint32_t *chunk;   // [entries]
-    uint8_t **message;  // [ranks] where my message to each is written
-    uint16_t *before;  // [chunks][keys] rows in the chunks before; counts up while the chunk is walked
-
-    UCCL_EP_DEVICE static LowLatencyPlacing in(uint8_t *memory, uint32_t experts, uint32_t ranks, uint32_t chunks,
-                                               uint32_t entries) {
-        LowLatencyPlacing at;
-        at.experts = experts;
-        at.keys = experts + ranks;
-        at.chunks = chunks;
-        at.entries = entries;
-        at.message = reinterpret_cast<uint8_t **>(memory);
-        at.total = reinterpret_cast<int32_t *>(at.message + ranks);
-        at.begin = at.total + at.keys;
-        at.expert = at.begin + experts;
-        at.place = at.expert + entries;
-        at.row = at.place + entries;
-        at.chunk = reinterpret_cast<uint32_t *>(at.row + entries);
-        at.before = reinterpret_cast<uint16_t *>(at.chunk + entries);
-        return at;
-    }
-};
 
 UCCL_EP_DEVICE int64_t ll_expert(const LowLatencyDispatchParameters &p, uint32_t entry, uint32_t local_experts) {
     const int64_t expert = load_index(p.topk_idx, p.index_bytes, entry);
@@ -467,25 +417,6 @@ UCCL_EP_DEVICE bool ll_check(const LowLatencyDispatchParameters &p, const Messag
     return false;
 }
 
-// What the receive half of each block keeps in shared memory.
-struct LowLatencyArrivals {
-    int32_t *begin;      // [local experts][ranks] first row of each source within an expert
-    uint32_t *rows;      // [ranks] rows of each source's message
-    uint64_t *list;      // [warps][topk] output rows of the row at hand
-    uint32_t *list_k;    // [warps][topk] and the k of each
-
-    UCCL_EP_DEVICE static LowLatencyArrivals in(uint8_t *memory, uint32_t experts, uint32_t ranks, uint32_t warps,
-                                                uint32_t topk) {
-        LowLatencyArrivals at;
-        at.list = reinterpret_cast<uint64_t *>(memory);
-        at.list_k = reinterpret_cast<uint32_t *>(at.list + warps * topk);
-        at.rows = at.list_k + warps * topk;
-        at.begin = reinterpret_cast<int32_t *>(at.rows + ranks);
-        (void)experts;
-        return at;
-    }
-};
-
 // What combine needs to know, and the caller's counts. One block.
 UCCL_EP_DEVICE void ll_write_counts(const LowLatencyDispatchParameters &p, const LowLatencyArrivals &arrivals,
                                     uint32_t parity) {
@@ -615,8 +546,7 @@ UCCL_EP_DEVICE void ll_dispatch_receive(const LowLatencyDispatchParameters &p) {
     const uint32_t parity = static_cast<uint32_t>(number & 1);
     const uint32_t warp = device::warp_in_block(), warps = device::warps_per_block();
     const auto masked = [&](uint32_t rank) { return p.masked != nullptr && p.masked[rank] != 0; };
-    const LowLatencyArrivals arrivals =
-        LowLatencyArrivals::in(device::shared_memory(), shape.num_experts, ranks, warps, shape.num_topk);
+    const LowLatencyArrivals arrivals = LowLatencyArrivals::in(device::shared_memory(), ranks, warps, shape.num_topk);
     // My own message never left: where I wrote it is where it is read. It has a signal all the same, since other
     // blocks of this launch may be writing it.
     const auto message_of = [&](uint32_t source) -> const uint8_t * {

@@ -2,17 +2,9 @@
 // learns what it will receive. One block; it must be done before the output can be allocated.
 #pragma once
 
-#include "dispatch_rows.hpp"
+#include "tokens.hpp"
 
 namespace uccl_ep {
-
-// Payload of a notify message, int32 after the header:
-//   DispatchShape | rows for you [C] | rows for you to forward [C] | rows per expert of yours [L]
-struct NotifyWords {
-    UCCL_EP_DEVICE static uint64_t count(uint32_t num_channels, uint32_t local_experts) {
-        return sizeof(DispatchShape) / 4 + 2 * uint64_t{num_channels} + local_experts;
-    }
-};
 
 UCCL_EP_DEVICE void count_rows(const NotifyParameters &p, uint32_t first_rank, uint32_t rank_count, int32_t *out) {
     const uint32_t channels = p.group.layout.num_channels;
@@ -52,7 +44,7 @@ UCCL_EP_DEVICE bool notify_send(const NotifyParameters &p, uint32_t destination)
                 words[2 * channels + e] = p.num_tokens_per_expert[destination * local_experts + e];
             }
         }
-        ok = sender.commit(align_up(sizeof(MessageHeader) + 4 * NotifyWords::count(channels, local_experts), 64));
+        ok = sender.commit(NotifyWords::bytes(channels, local_experts));
     }
     sender.finish();
     return ok;

@@ -173,8 +173,6 @@ UCCL_EP_DEVICE void sum_payload(uint32_t payload_type, uint8_t *out, uint32_t be
     }
 }
 
-inline constexpr uint32_t kScaleGroup = 128;  // elements that share a scale
-
 UCCL_EP_DEVICE uint32_t scale_groups(uint32_t hidden) { return (hidden + kScaleGroup - 1) / kScaleGroup; }
 
 struct Scale {

@@ -202,6 +202,9 @@ enum class Quantization : uint32_t {
     kFloat8Exponent = 3,      // likewise, and the receiver gets the scale as its exponent (UE8M0)
 };
 
+inline constexpr uint32_t kScaleGroup = 128;  // elements that share a scale
+inline constexpr uint32_t kLowLatencyTokenBits = 16;  // of max_tokens: counts of tokens are summed bit by bit
+
 // Shape of a low-latency exchange; all ranks must agree.
 struct LowLatencyShape {
     uint32_t max_tokens;    // per rank

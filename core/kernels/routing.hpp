@@ -2,7 +2,7 @@
 // One block: counts stay in the order tokens come, and 64 thousand indices take microseconds.
 #pragma once
 
-#include "dispatch_rows.hpp"
+#include "tokens.hpp"
 
 namespace uccl_ep {
 

@@ -7,21 +7,10 @@
 #pragma once
 
 #include "channel.hpp"
+#include "messages.hpp"
 #include "wait.hpp"
 
 namespace uccl_ep {
-
-// First line of every slot and of every low-latency message.
-struct MessageHeader {
-    uint64_t operation;   // sequence number of the sender's operation
-    uint32_t kind;        // OperationKind
-    uint32_t rows;
-    uint32_t row_bytes;   // payload bytes of a row: the cheapest check that shapes agree
-    uint32_t source;      // rank whose tokens these are
-    uint32_t words[10];
-};
-
-static_assert(sizeof(MessageHeader) == 64, "payload starts on a cache line");
 
 // What a high-throughput message says of its rows besides their count; both ends must agree, since fields are
 // found by it. `dtype` as in DispatchShape; of a combine, the PayloadType.
@@ -96,7 +85,7 @@ UCCL_EP_DEVICE StreamPlace direct_to(const Group &group, uint32_t destination, u
             layout.has_remote ? layout.direct_outbox(destination, channel) : 0,
             layout.signal_index(SignalKind::kDirectData, group.rank, channel),
             layout.signal_index(SignalKind::kDirectCredit, destination, channel),
-            Counters::at(group, Counter::kDirectSent, destination, channel),
+            Counters::at(group, MessageCounter::kDirectSent, destination, channel),
             channel};
 }
 
@@ -107,7 +96,7 @@ UCCL_EP_DEVICE StreamPlace direct_from(const Group &group, uint32_t source, uint
             0,
             layout.signal_index(SignalKind::kDirectData, source, channel),
             layout.signal_index(SignalKind::kDirectCredit, group.rank, channel),
-            Counters::at(group, Counter::kDirectReceived, source, channel),
+            Counters::at(group, MessageCounter::kDirectReceived, source, channel),
             channel};
 }
 
@@ -123,7 +112,7 @@ UCCL_EP_DEVICE StreamPlace rail_to(const Group &group, uint32_t domain, uint32_t
             layout.rail_outbox(domain, channel),
             layout.signal_index(SignalKind::kRailData, group.rank, channel),
             layout.signal_index(SignalKind::kRailCredit, rail_peer(group, domain), channel),
-            Counters::at(group, Counter::kRailSent, domain, channel),
+            Counters::at(group, MessageCounter::kRailSent, domain, channel),
             channel};
 }
 
@@ -134,7 +123,7 @@ UCCL_EP_DEVICE StreamPlace rail_from(const Group &group, uint32_t domain, uint32
             0,
             layout.signal_index(SignalKind::kRailData, rail_peer(group, domain), channel),
             layout.signal_index(SignalKind::kRailCredit, group.rank, channel),
-            Counters::at(group, Counter::kRailReceived, domain, channel),
+            Counters::at(group, MessageCounter::kRailReceived, domain, channel),
             channel};
 }
 
@@ -148,7 +137,7 @@ UCCL_EP_DEVICE StreamPlace forward_to(const Group &group, uint32_t source_domain
             0,
             layout.signal_index(SignalKind::kForwardData, source, channel),
             layout.signal_index(SignalKind::kForwardCredit, entry, channel),
-            Counters::at(group, Counter::kForwardSent, entry, channel),
+            Counters::at(group, MessageCounter::kForwardSent, entry, channel),
             channel};
 }
 
@@ -162,7 +151,7 @@ UCCL_EP_DEVICE StreamPlace forward_from(const Group &group, uint32_t source, uin
             0,
             layout.signal_index(SignalKind::kForwardData, source, channel),
             layout.signal_index(SignalKind::kForwardCredit, entry, channel),
-            Counters::at(group, Counter::kForwardReceived, source, channel),
+            Counters::at(group, MessageCounter::kForwardReceived, source, channel),
             channel};
 }
 

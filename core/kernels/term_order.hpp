@@ -2,7 +2,7 @@
 // with domains_first of the largest k of each domain before that. No warp waits for another.
 #pragma once
 
-#include "dispatch_rows.hpp"
+#include "tokens.hpp"
 
 namespace uccl_ep {
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from uccl_ep_core._native import kernels
 from uccl_ep_core.errors import ArgumentError
 
 from ..communicator import Communicator
-
-TEAM_WARPS = 12  # of a block that works one role
+from ..grids import MEETING_WARPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class TeamGrid:
     team_warps: int
 
     @classmethod
-    def of(cls, communicator: Communicator, roles: int, most_warps: int = TEAM_WARPS) -> TeamGrid:
+    def of(cls, communicator: Communicator, roles: int, most_warps: int = MEETING_WARPS) -> TeamGrid:
         """The grid for as many roles of each channel.
 
         Raises:
@@ -47,13 +47,10 @@ class TeamGrid:
 
 def combine_grid(communicator: Communicator) -> tuple[TeamGrid, int]:
     """The grid of a combine and its bytes of shared memory, fewer warps where more would not fit."""
-    ranks = communicator.num_ranks
-    for most_warps in range(TEAM_WARPS, 0, -1):
-        grid = TeamGrid.of(communicator, ranks, most_warps)
-        # CombineProgress of core/kernels/combine.hpp
-        tokens = 8 if grid.team_warps == 1 else grid.team_warps
-        tokens = max(1, min(tokens, 2048 // ranks))
-        shared_bytes = 8 * (ranks + 1) + 24 * grid.team_warps * (ranks + 2) + 4 * ranks * (2 + tokens)
+    roles = kernels.combine_roles(communicator.num_ranks)
+    for most_warps in range(MEETING_WARPS, 0, -1):
+        grid = TeamGrid.of(communicator, roles, most_warps)
+        shared_bytes = kernels.combine_progress_bytes(grid.team_warps, communicator.num_ranks)
         if shared_bytes <= communicator.backend.limits.max_shared_bytes:
             break
     return grid, shared_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from uccl_ep_core._native import kernels
 from uccl_ep_core.errors import ArgumentError
 
 TOPK_RESERVED = 16
@@ -19,11 +20,9 @@ def _align(value: int, alignment: int = 64) -> int:
 def message_bytes(
     max_tokens: int, row_bytes: int, scale_bytes: int, num_topk: int, num_experts: int, num_ranks: int
 ) -> int:
-    """Bytes of a full dispatch message to one rank (LowLatencyRows of core/kernels/ll_dispatch.hpp)."""
-    payload = _align(64 + num_experts // num_ranks * 4)
-    scales = _align(payload + max_tokens * row_bytes, 16)
-    expert = _align(scales + max_tokens * scale_bytes, 16)
-    return _align(expert + max_tokens * (8 * num_topk + 4))
+    """Bytes of a full dispatch message to one rank."""
+    local_experts = num_experts // num_ranks
+    return int(kernels.low_latency_message_bytes(local_experts, max_tokens, row_bytes, scale_bytes, num_topk))
 
 
 def _units(num_ranks: int, remote: bool) -> int:

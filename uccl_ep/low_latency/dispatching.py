@@ -7,6 +7,7 @@ import weakref
 
 import torch
 
+from uccl_ep_core._native import kernels
 from uccl_ep_core.errors import ArgumentError
 from uccl_ep_core.gpu_backend import GpuBackend
 from uccl_ep_core.kernel_parameters import Group, LowLatencyDispatchParameters, LowLatencyShape, Quantization
@@ -25,8 +26,6 @@ from ..tensors import (
 )
 from .results import HandleState, Results
 
-SCALE_GROUP = 128  # elements that share a scale
-MOST_TOKENS = (1 << 16) - 1  # sum_below of core/kernels/ll_dispatch.hpp adds 16-bit counts
 QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -75,16 +74,16 @@ class Outgoing:
             raise ArgumentError(
                 f"{num_tokens} tokens exceed num_max_dispatch_tokens_per_rank = {max_tokens}: use at least {num_tokens}"
             )
-        if max_tokens > MOST_TOKENS:
+        if max_tokens > kernels.MOST_LOW_LATENCY_TOKENS:
             raise ArgumentError(
-                f"num_max_dispatch_tokens_per_rank = {max_tokens}: low-latency dispatch takes at most {MOST_TOKENS}; "
-                "use dispatch(), which has no limit"
+                f"num_max_dispatch_tokens_per_rank = {max_tokens}: low-latency dispatch takes at most "
+                f"{kernels.MOST_LOW_LATENCY_TOKENS}; use dispatch(), which has no limit"
             )
         check_expert_rows(topk_idx, max_tokens)
         if quantization != Quantization.NONE and x.dtype not in QUANTIZABLE:
             raise ArgumentError(f"x is {x.dtype}: use_fp8 casts from {names(QUANTIZABLE)}; or pass use_fp8=False")
         row_bytes = hidden if quantization else hidden * x.element_size()
-        scale_bytes = 4 * -(-hidden // SCALE_GROUP) if quantization else 0
+        scale_bytes = 4 * -(-hidden // kernels.SCALE_GROUP) if quantization else 0
         communicator.capacity.require(
             max_tokens, row_bytes, scale_bytes, hidden * x.element_size(), num_topk, num_experts
         )

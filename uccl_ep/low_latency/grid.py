@@ -1,19 +1,12 @@
-"""Blocks, warps and shared memory of the low-latency kernels."""
+"""Blocks, warps and shared memory of a low-latency dispatch."""
 
 from __future__ import annotations
 
+from uccl_ep_core._native import kernels
 from uccl_ep_core.errors import ArgumentError
 
 from ..communicator import Communicator
-
-WARPS_PER_BLOCK = 12
-
-
-def full_grid(communicator: Communicator) -> dict[str, int]:
-    """All blocks that run at once."""
-    limits = communicator.backend.limits
-    warps = 1 if limits.warp_size == 1 else min(WARPS_PER_BLOCK, limits.max_warps_per_block)
-    return {"num_blocks": limits.max_blocks, "warps": warps}
+from ..grids import MEETING_WARPS, full_grid
 
 
 def dispatch_grid(
@@ -24,15 +17,17 @@ def dispatch_grid(
     Raises:
         ArgumentError: the device has too little shared memory for so many experts.
     """
-    grid, limits = full_grid(communicator), communicator.backend.limits
-    keys = num_experts + communicator.num_ranks
+    grid, limits = full_grid(communicator.backend.limits, MEETING_WARPS), communicator.backend.limits
     entries = -(-num_tokens // grid["num_blocks"]) * num_topk
-    # LowLatencyPlacing of core/kernels/ll_dispatch.hpp
-    fixed = 8 * communicator.num_ranks + 4 * (keys + num_experts + 4 * entries)
-    num_chunks = min(grid["warps"], (limits.max_shared_bytes - fixed) // (2 * keys))
+
+    def placing_bytes(num_chunks: int) -> int:
+        return int(kernels.low_latency_placing_bytes(num_experts, communicator.num_ranks, num_chunks, entries))
+
+    fixed, least = placing_bytes(0), placing_bytes(1)
+    num_chunks = min(grid["warps"], (limits.max_shared_bytes - fixed) // (least - fixed))
     if num_chunks < 1:
         raise ArgumentError(
-            f"{num_experts} experts and {num_tokens} tokens need {fixed + 2 * keys} bytes of shared memory, and a "
+            f"{num_experts} experts and {num_tokens} tokens need {least} bytes of shared memory, and a "
             f"block has {limits.max_shared_bytes}: use dispatch(), or fewer tokens"
         )
-    return grid, num_chunks, fixed + 2 * keys * num_chunks
+    return grid, num_chunks, placing_bytes(num_chunks)

@@ -6,13 +6,15 @@ from collections.abc import Callable
 
 import torch
 
+from uccl_ep_core._native import kernels
 from uccl_ep_core.errors import HandleError
 from uccl_ep_core.kernel_parameters import Quantization
 
 from ..communicator import Communicator
+from ..grids import MEETING_WARPS, full_grid
 from .combining import Returning, combine_parameters
 from .dispatching import Incoming, Outgoing, dispatch_parameters, new_state
-from .grid import dispatch_grid, full_grid
+from .grid import dispatch_grid
 from .receive_halves import ReceiveHalves
 from .results import LIVE_RESULTS, HandleState, LowLatencyHandle, Results
 
@@ -79,8 +81,7 @@ class LowLatency:
             communicator.group_struct(), outgoing, incoming, state, self.mask, num_chunks, own_in_place=at_once
         )
         self._generation = generation  # not before nothing can be refused any more: it makes an earlier result expire
-        # LowLatencyArrivals of core/kernels/ll_dispatch.hpp
-        arrivals_bytes = 12 * grid["warps"] * num_topk + 4 * (num_ranks + num_experts)
+        arrivals_bytes = kernels.low_latency_arrivals_bytes(num_experts, num_ranks, grid["warps"], num_topk)
         hook = self._receive_halves.start(
             "dispatch", generation, parameters, grid,
             send_bytes=placing_bytes, receive_bytes=arrivals_bytes, at_once=at_once, keep=(outgoing, incoming, state),
@@ -139,8 +140,8 @@ class LowLatency:
         self._receive_halves.check_room("combine")
         self._receive_halves.check_received(state.generation)
         parameters = combine_parameters(communicator.group_struct(), returning, state, self.mask, own_in_place=at_once)
-        grid = full_grid(communicator)
-        terms_bytes = 16 * grid["warps"] * state.shape.num_topk  # WeightedRow of core/kernels/ll_combine.hpp
+        grid = full_grid(communicator.backend.limits, MEETING_WARPS)
+        terms_bytes = kernels.low_latency_terms_bytes(grid["warps"], state.shape.num_topk)
         hook = self._receive_halves.start(
             "combine", state.generation, parameters, grid,
             send_bytes=0, receive_bytes=terms_bytes, at_once=at_once, keep=(returning, state),

@@ -30,7 +30,8 @@ void bind_layout(py::module_ &module) {
         .value("TRANSPORT", Reason::kTransport)
         .value("BAD_COMMAND", Reason::kBadCommand)
         .value("PROTOCOL", Reason::kProtocol)
-        .value("CLOSED", Reason::kClosed);
+        .value("CLOSED", Reason::kClosed)
+        .value("INTERRUPTED", Reason::kInterrupted);
     py::enum_<Phase>(module, "Phase", py::arithmetic())
         .value("NONE", Phase::kNone)
         .value("NOTIFY", Phase::kNotify)

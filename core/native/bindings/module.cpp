@@ -7,4 +7,5 @@ PYBIND11_MODULE(_native, module) {
     uccl_ep::bind_engine(module);
     uccl_ep::bind_python_ops(module);
     uccl_ep::bind_benchmarks(module);
+    uccl_ep::bind_kernels(module);
 }

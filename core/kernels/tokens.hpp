@@ -1,36 +1,9 @@
-// The rows of one high-throughput dispatch message. Each field of all rows lies together, so that the
-// receiver takes a message into its output in one copy a field, whatever the row count.
+// Which tokens a channel, a rank or a domain gets, and their top-k indices.
 #pragma once
 
 #include "stream.hpp"
 
 namespace uccl_ep {
-
-inline constexpr uint32_t kMaxRanksPerDomain = 128;  // bits of a row's target mask
-
-struct DispatchRows {
-    uint64_t payload, scales, topk_idx, topk_weights, source, mask, end;  // byte offsets into the slot
-
-    UCCL_EP_DEVICE static DispatchRows of(const DispatchShape &shape, uint32_t rows, bool on_rail) {
-        DispatchRows at;
-        at.payload = sizeof(MessageHeader);
-        at.scales = align_up(at.payload + uint64_t{rows} * shape.row_bytes, 16);
-        at.topk_idx = align_up(at.scales + uint64_t{rows} * shape.scale_bytes, 16);
-        at.topk_weights = at.topk_idx + uint64_t{rows} * shape.num_topk * 4;
-        at.source = at.topk_weights + uint64_t{rows} * shape.num_topk * 4;
-        at.mask = align_up(at.source + uint64_t{rows} * 4, 16);
-        at.end = align_up(at.mask + (on_rail ? uint64_t{rows} * (kMaxRanksPerDomain / 8) : 0), 64);
-        return at;
-    }
-
-    // Rows that fit a slot; at least 1 (the communicator refuses shapes for which it would be 0).
-    UCCL_EP_DEVICE static uint32_t capacity(const DispatchShape &shape, uint64_t slot_bytes, bool on_rail) {
-        const uint64_t row = uint64_t{shape.row_bytes} + shape.scale_bytes + uint64_t{shape.num_topk} * 8 + 4 +
-                             (on_rail ? kMaxRanksPerDomain / 8 : 0);
-        const uint64_t fixed = sizeof(MessageHeader) + 3 * 16 + 64;  // header and alignment
-        return slot_bytes <= fixed ? 0 : static_cast<uint32_t>((slot_bytes - fixed) / row);
-    }
-};
 
 // Tokens [begin, end) of a channel.
 struct TokenRange {

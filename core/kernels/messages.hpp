@@ -1,0 +1,108 @@
+// What messages look like, and how many bytes they take. Computed here alone: kernels include it, and Python asks
+// through the bindings. Nothing in it needs a device.
+#pragma once
+
+#include "parameters.hpp"
+
+namespace uccl_ep {
+
+// First line of every slot and of every low-latency message.
+struct MessageHeader {
+    uint64_t operation;   // sequence number of the sender's operation
+    uint32_t kind;        // OperationKind
+    uint32_t rows;
+    uint32_t row_bytes;   // payload bytes of a row: the cheapest check that shapes agree
+    uint32_t source;      // rank whose tokens these are
+    uint32_t words[10];
+};
+
+static_assert(sizeof(MessageHeader) == 64, "payload starts on a cache line");
+
+// Payload of a notify message, int32 after the header:
+//   DispatchShape | rows for you [C] | rows for you to forward [C] | rows per expert of yours [L]
+struct NotifyWords {
+    UCCL_EP_DEVICE static uint64_t count(uint32_t num_channels, uint32_t local_experts) {
+        return sizeof(DispatchShape) / 4 + 2 * uint64_t{num_channels} + local_experts;
+    }
+    // Of the whole message.
+    UCCL_EP_DEVICE static uint64_t bytes(uint32_t num_channels, uint32_t local_experts) {
+        return align_up(sizeof(MessageHeader) + 4 * count(num_channels, local_experts), 64);
+    }
+};
+
+inline constexpr uint32_t kMaxRanksPerDomain = 128;  // bits of a row's target mask
+
+// The rows of one high-throughput dispatch message. Each field of all rows lies together, so that the
+// receiver takes a message into its output in one copy a field, whatever the row count.
+struct DispatchRows {
+    uint64_t payload, scales, topk_idx, topk_weights, source, mask, end;  // byte offsets into the slot
+
+    UCCL_EP_DEVICE static DispatchRows of(const DispatchShape &shape, uint32_t rows, bool on_rail) {
+        DispatchRows at;
+        at.payload = sizeof(MessageHeader);
+        at.scales = align_up(at.payload + uint64_t{rows} * shape.row_bytes, 16);
+        at.topk_idx = align_up(at.scales + uint64_t{rows} * shape.scale_bytes, 16);
+        at.topk_weights = at.topk_idx + uint64_t{rows} * shape.num_topk * 4;
+        at.source = at.topk_weights + uint64_t{rows} * shape.num_topk * 4;
+        at.mask = align_up(at.source + uint64_t{rows} * 4, 16);
+        at.end = align_up(at.mask + (on_rail ? uint64_t{rows} * (kMaxRanksPerDomain / 8) : 0), 64);
+        return at;
+    }
+
+    // Of a message besides its rows, at most: the header, and what alignment adds.
+    UCCL_EP_DEVICE static constexpr uint64_t fixed_bytes() { return sizeof(MessageHeader) + 3 * 16 + 64; }
+    UCCL_EP_DEVICE static uint64_t bytes_of_row(uint64_t row_bytes, uint64_t scale_bytes, uint64_t num_topk,
+                                                bool on_rail) {
+        return row_bytes + scale_bytes + num_topk * 8 + 4 + (on_rail ? kMaxRanksPerDomain / 8 : 0);
+    }
+    // Rows that fit a slot; at least 1 (the communicator refuses shapes for which it would be 0).
+    UCCL_EP_DEVICE static uint32_t capacity(const DispatchShape &shape, uint64_t slot_bytes, bool on_rail) {
+        const uint64_t row = bytes_of_row(shape.row_bytes, shape.scale_bytes, shape.num_topk, on_rail);
+        return slot_bytes <= fixed_bytes() ? 0 : static_cast<uint32_t>((slot_bytes - fixed_bytes()) / row);
+    }
+};
+
+// The rows of one high-throughput combine message, likewise.
+struct CombineRows {
+    uint64_t payload, topk_weights, end;
+
+    UCCL_EP_DEVICE static CombineRows of(const CombineParameters &p, uint32_t rows) {
+        CombineRows at;
+        at.payload = sizeof(MessageHeader);
+        at.topk_weights = align_up(at.payload + uint64_t{rows} * p.row_bytes, 16);
+        at.end = align_up(at.topk_weights + uint64_t{rows} * p.num_topk * 4, 64);
+        return at;
+    }
+
+    UCCL_EP_DEVICE static constexpr uint64_t fixed_bytes() { return sizeof(MessageHeader) + 16 + 64; }
+    UCCL_EP_DEVICE static uint64_t bytes_of_row(uint64_t row_bytes, uint64_t num_topk) {
+        return row_bytes + num_topk * 4;
+    }
+    UCCL_EP_DEVICE static uint32_t capacity(const CombineParameters &p) {
+        return static_cast<uint32_t>((p.group.layout.slot_bytes - fixed_bytes()) /
+                                     bytes_of_row(p.row_bytes, p.num_topk));
+    }
+};
+
+// A low-latency dispatch message: header, rows per local expert, then the fields of all rows, each together.
+struct LowLatencyRows {
+    uint64_t counts, payload, scales, expert, place, source, end;
+
+    UCCL_EP_DEVICE static LowLatencyRows of(uint64_t local_experts, uint64_t rows, uint64_t row_bytes,
+                                            uint64_t scale_bytes, uint64_t num_topk) {
+        LowLatencyRows at;
+        at.counts = sizeof(MessageHeader);
+        at.payload = align_up(at.counts + local_experts * 4, 64);
+        at.scales = align_up(at.payload + rows * row_bytes, 16);
+        at.expert = align_up(at.scales + rows * scale_bytes, 16);
+        at.place = at.expert + rows * num_topk * 4;   // local expert of each k, -1: elsewhere
+        at.source = at.place + rows * num_topk * 4;   // the row's place among mine of that expert
+        at.end = align_up(at.source + rows * 4, 64);
+        return at;
+    }
+    UCCL_EP_DEVICE static LowLatencyRows of(const LowLatencyShape &shape, uint32_t num_ranks, uint32_t rows) {
+        return of(shape.num_experts / num_ranks, rows, shape.row_bytes, shape.scale_bytes, shape.num_topk);
+    }
+};
+
+}  // namespace uccl_ep
