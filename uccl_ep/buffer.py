@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
 from uccl_ep_core.errors import ArgumentError
-from uccl_ep_core.kernel_parameters import Quantization
 
 from . import high_throughput
 from .bootstrap import make_bootstrap
+from .buffer_low_latency import LowLatencyCalls
 from .communicator import Communicator
-from .events import EventHandle, EventOverlap, communication_stream
-from .low_latency.capacity import LowLatencyCapacity
+from .events import EventHandle, EventOverlap
+from .group_buffer import Payload, default_device, event_if, join_payload, split_payload, two_biases, wait_for
 from .low_latency.mode import LowLatency
 from .tensors import round_up
 from .tuning import Config
 
-Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
-
-def _refuse(**arguments: Any) -> None:
-    """Refuse arguments that have no effect here, when they are set: silence would be a wrong answer."""
-    for name, value in arguments.items():
-        if value:
-            raise ArgumentError(f"{name}={value!r} is not supported: leave it out, or pass {type(value)()!r}")
-
-
-class Buffer:
+class Buffer(LowLatencyCalls):
     """Expert-parallel communication among the ranks of a group.
 
     Collective: every rank of the group creates it, and makes the same calls in the same order. Tensors live
@@ -96,7 +87,7 @@ class Buffer:
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
         if device is None:
-            device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+            device = default_device()
         bootstrap = make_bootstrap(group, comm)
         self.rank = bootstrap.rank
         self.group_size = bootstrap.num_ranks
@@ -113,25 +104,6 @@ class Buffer:
             self._low_latency.mask = torch.zeros(self.group_size, dtype=torch.int32, device=device)
 
     # ---- facts ----
-
-    def describe(self) -> dict[str, Any]:
-        """The chosen plugins, the ordering plan and the domains, each with its reason."""
-        return self._communicator.describe()
-
-    def stats(self) -> dict[str, Any]:
-        """Counts since the start: operations, kernels by name, and what the proxies did."""
-        return self._communicator.stats()
-
-    def check(self) -> None:
-        """Raise the group's failure, if there is one (`PeerFailure`), or `BufferClosedError` after `destroy`."""
-        self._communicator.ensure_usable()
-
-    def destroy(self) -> None:
-        """Release memory, threads and connections. Not collective; may be called twice.
-
-        Peers that still wait for this rank get an error that says that it closed its buffer.
-        """
-        self._communicator.close()
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -161,22 +133,6 @@ class Buffer:
     def get_combine_config(num_ranks: int) -> Config:
         """Tuning hints for any number of ranks."""
         return Config(num_sms=Buffer.num_sms)
-
-    @staticmethod
-    def get_low_latency_rdma_size_hint(
-        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
-    ) -> int:
-        """Bytes of ``num_rdma_bytes`` that suffice for these shapes, any dtype up to float32, top-k up to 16.
-
-        It covers groups of several domains, whose rows leave from outboxes; ranks of one domain take only the part
-        without them. Less does for a smaller dtype or top-k: a call that does not fit says how much it needs.
-        """
-        return LowLatencyCapacity.hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
-
-    def get_comm_stream(self) -> Any:
-        """The stream communication runs on when it does not run on the current one; None on the host."""
-        self._communicator.ensure_open()
-        return communication_stream(self._communicator.backend)
 
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
@@ -221,9 +177,9 @@ class Buffer:
             int32 [num_experts] tokens per expert, bool [num_tokens, num_ranks], and an event.
         """
         self._communicator.ensure_usable()
-        self._wait(previous_event)
+        wait_for(previous_event)
         layout = high_throughput.get_layout(self._communicator, topk_idx, num_experts)
-        event = self._event(async_finish)
+        event = event_if(async_finish)
         return (
             layout.num_tokens_per_rank,
             layout.num_tokens_per_domain,
@@ -272,10 +228,8 @@ class Buffer:
             local expert, handle, event). Rows lie in the order (source rank, token index there). With a handle,
             the second to fourth are None.
         """
-        self._wait(previous_event)
-        if isinstance(x, tuple) and len(x) != 2:
-            raise ArgumentError(f"x is a tuple of {len(x)}: give one tensor, or (x, scales)")
-        payload, scales = x if isinstance(x, tuple) else (x, None)
+        wait_for(previous_event)
+        payload, scales = split_payload(x, "scales")
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise ArgumentError("a cached dispatch carries no topk_idx or topk_weights: leave out them or handle")
@@ -286,7 +240,7 @@ class Buffer:
                     f"out, or pass {rows}"
                 )
             cached = high_throughput.dispatch_cached(self._communicator, handle, payload, scales)
-            return self._payload(cached), None, None, None, cached.handle, self._event(async_finish)
+            return join_payload(cached.x, cached.scales), None, None, None, cached.handle, event_if(async_finish)
         if is_token_in_rank is None or num_tokens_per_expert is None:
             raise ArgumentError(
                 "dispatch needs either handle=, or is_token_in_rank= and num_tokens_per_expert= as from "
@@ -306,12 +260,12 @@ class Buffer:
         )
         counts = [round_up(rows, expert_alignment) for rows in result.expert_rows or []]
         return (
-            self._payload(result),
+            join_payload(result.x, result.scales),
             result.topk_idx,
             result.topk_weights,
             counts,
             result.handle,
-            self._event(async_finish),
+            event_if(async_finish),
         )
 
     def combine(
@@ -337,197 +291,9 @@ class Buffer:
         Returns:
             (out [num_tokens, hidden], summed weights or None, event).
         """
-        self._wait(previous_event)
-        biases = bias if isinstance(bias, tuple) else (bias, None)
-        if len(biases) != 2:
-            raise ArgumentError(f"bias has {len(biases)} tensors: give one, or a tuple of two")
-        out, weights = high_throughput.combine(self._communicator, handle, x, topk_weights, biases)
-        return out, weights, self._event(async_finish)
+        wait_for(previous_event)
+        out, weights = high_throughput.combine(self._communicator, handle, x, topk_weights, two_biases(bias))
+        return out, weights, event_if(async_finish)
 
     internode_dispatch = dispatch
     internode_combine = combine
-
-    # ---- low latency ----
-
-    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Nothing needs cleaning between the modes: their memory is apart, and counters are never reset."""
-        self._communicator.ensure_usable()
-
-    def low_latency_dispatch(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        num_max_dispatch_tokens_per_rank: int,
-        num_experts: int,
-        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
-        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
-        use_fp8: bool = True,
-        round_scale: bool = False,
-        use_ue8m0: bool = False,
-        async_finish: bool = False,
-        return_recv_hook: bool = False,
-        use_nvfp4: bool = False,
-        x_global_scale: torch.Tensor | None = None,
-    ) -> tuple[Payload, torch.Tensor, Any, EventOverlap, Callable[[], None] | None]:
-        """Send at most ``num_max_dispatch_tokens_per_rank`` tokens to their experts, without a host wait for counts.
-
-        Args:
-            x: [num_tokens, hidden] bf16, fp16, fp32 or fp64.
-            topk_idx: int32 or int64 [num_tokens, topk], -1 for none. A token may name an expert more than once, as
-                long as none is named more than ``num_max_dispatch_tokens_per_rank`` times.
-            cumulative_local_expert_recv_stats: int32 [local experts], raised by what arrives.
-            dispatch_wait_recv_cost_stats: int64 [num_ranks], raised by the wait for each rank.
-            use_fp8: cast to float8_e4m3fn in the send, on every device, with a float32 scale for each 128 elements
-                (`uccl_ep.float8.to_fnuz` for gfx942).
-            round_scale: scales are powers of two; it and use_ue8m0 say nothing where there are no scales.
-            use_ue8m0: scales are returned as exponents, four to an int32 (with ``round_scale``).
-            return_recv_hook: return after the send half; ``hook()`` receives.
-
-        Returns:
-            (received [L, num_ranks * max, hidden] or (e4m3, scales [L, num_ranks * max, ceil(hidden / 128)]), int32 [L]
-            counts, handle, event, hook or None). A result is valid until the second dispatch after it.
-        """
-        _refuse(use_nvfp4=use_nvfp4)
-        if x_global_scale is not None:
-            raise ArgumentError("x_global_scale belongs to use_nvfp4, which is not supported: leave it out")
-        if use_fp8 and use_ue8m0 and not round_scale:
-            raise ArgumentError("use_ue8m0 needs round_scale=True: an exponent alone holds powers of two only")
-        if async_finish and return_recv_hook:
-            raise ArgumentError("async_finish and return_recv_hook exclude each other: pass one of them")
-        self._require_low_latency()
-        quantization = Quantization.NONE
-        if use_fp8:
-            quantization = Quantization.FLOAT8
-            if round_scale:
-                quantization = Quantization.FLOAT8_EXPONENT if use_ue8m0 else Quantization.FLOAT8_POWER_OF_TWO
-        received, scales, count, handle, hook = self._low_latency.dispatch(
-            x,
-            topk_idx,
-            num_max_dispatch_tokens_per_rank,
-            num_experts,
-            quantization,
-            cumulative_local_expert_recv_stats,
-            dispatch_wait_recv_cost_stats,
-            at_once=not return_recv_hook,
-        )
-        payload: Payload = received if scales is None else (received, scales)
-        if return_recv_hook:
-            return payload, count, handle, EventOverlap(), hook
-        hook()
-        return payload, count, handle, self._event(async_finish), None
-
-    def low_latency_combine(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        handle: Any,
-        use_logfmt: bool = False,
-        zero_copy: bool = False,
-        async_finish: bool = False,
-        return_recv_hook: bool = False,
-        out: torch.Tensor | None = None,
-        combine_wait_recv_cost_stats: torch.Tensor | None = None,
-        overlap: bool = False,
-        packed_recv_count: torch.Tensor | None = None,
-        comp_signal: torch.Tensor | None = None,
-        block_m: int = 0,
-        threshold: int = 0,
-        src_signals: torch.Tensor | None = None,
-        src_signal_expect_value: int = 0,
-        num_sms: int = 0,
-    ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
-        """Bring expert outputs home and sum them with their weights.
-
-        Multiplies and adds in float32 in increasing k, and rounds once. All ranks combine the same dispatches in the
-        same order; rows carry no more than themselves, so that is not checked.
-
-        Args:
-            x: [L, num_ranks * max, hidden] expert outputs, rows as received, of the dtype of dispatch's x.
-            topk_idx: this rank's own indices, as given to dispatch.
-            topk_weights: float32 [num_tokens, topk].
-            zero_copy: x is `get_next_low_latency_combine_buffer`'s memory, which the send reads in place.
-            out: [num_tokens, hidden] to write into.
-            return_recv_hook: return after the send half; ``hook()`` receives and sums.
-            overlap, and the arguments behind it: single-batch overlap; refused when set, but for the hint num_sms.
-
-        Returns:
-            (out, event, hook or None).
-        """
-        _refuse(use_logfmt=use_logfmt, overlap=overlap, block_m=block_m, threshold=threshold)
-        _refuse(src_signal_expect_value=src_signal_expect_value)
-        for name, value in (
-            ("packed_recv_count", packed_recv_count),
-            ("comp_signal", comp_signal),
-            ("src_signals", src_signals),
-        ):
-            if value is not None:
-                raise ArgumentError(f"{name} belongs to overlap, which is not supported: leave it out")
-        if async_finish and return_recv_hook:
-            raise ArgumentError("async_finish and return_recv_hook exclude each other: pass one of them")
-        self._require_low_latency()
-        if zero_copy and x.data_ptr() != self._low_latency.combine_buffer(handle).data_ptr():
-            raise ArgumentError(
-                "zero_copy: write the expert outputs into get_next_low_latency_combine_buffer(handle) and pass that"
-            )
-        result, hook = self._low_latency.combine(
-            x, topk_idx, topk_weights, handle, out, combine_wait_recv_cost_stats, at_once=not return_recv_hook
-        )
-        if return_recv_hook:
-            return result, EventOverlap(), hook
-        hook()
-        return result, self._event(async_finish), None
-
-    def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
-        """Memory [L, num_ranks * max, hidden] to write expert outputs into, for ``zero_copy``."""
-        self._require_low_latency()
-        return self._low_latency.combine_buffer(handle)
-
-    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Leave a rank out of low-latency operations (or take it in again); needs ``enable_shrink``.
-
-        Not collective, but all ranks that go on should say the same. A rank that is taken in again must have made as
-        many low-latency calls as the others meanwhile, with them left out; else the next one raises `PeerFailure`.
-        """
-        table = self._mask()
-        if not 0 <= rank_to_mask < self.group_size or rank_to_mask == self.rank:
-            raise ArgumentError(f"rank {rank_to_mask} cannot be masked: use another rank of 0 to {self.group_size - 1}")
-        table[rank_to_mask] = int(mask)
-
-    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Write 1 for each rank that is left out, else 0, into int32 [num_ranks]; also those that kernels left out."""
-        mask_status.copy_(self._mask())
-
-    def low_latency_clean_mask_buffer(self) -> None:
-        """Take all ranks in again."""
-        self._mask().zero_()
-
-    # ---- inside ----
-
-    def _mask(self) -> torch.Tensor:
-        self._communicator.ensure_usable()
-        if self._low_latency.mask is None:
-            raise ArgumentError("no rank can be masked: create the Buffer with enable_shrink=True")
-        return self._low_latency.mask
-
-    def _require_low_latency(self) -> None:
-        self._communicator.ensure_usable()
-        if not self.low_latency_mode:
-            raise ArgumentError(
-                "this buffer has no low-latency mode: create it with low_latency_mode=True and num_rdma_bytes="
-                "Buffer.get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, "
-                "num_experts)"
-            )
-
-    @staticmethod
-    def _payload(result: high_throughput.Dispatched) -> Payload:
-        return result.x if result.scales is None else (result.x, result.scales)
-
-    @staticmethod
-    def _wait(previous_event: EventOverlap | None) -> None:
-        if previous_event is not None:
-            previous_event.current_stream_wait()
-
-    @staticmethod
-    def _event(async_finish: bool) -> EventOverlap:
-        return EventOverlap(EventHandle() if async_finish else None)

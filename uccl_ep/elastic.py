@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,32 +9,38 @@ import torch
 
 from uccl_ep_core.errors import ArgumentError, HandleError
 
-from . import expanded, high_throughput, rounding, single_picks
+from . import elastic_combine, high_throughput
 from .bootstrap import make_bootstrap
 from .communicator import Communicator
-from .ep_handle import EPHandle, Routes, source_metadata
-from .events import EventHandle, EventOverlap, communication_stream
-from .tensors import (
-    check_distinct,
-    check_experts,
-    check_matrix,
-    check_rows,
-    check_topk_idx,
-    check_topk_weights,
-    check_vector,
-    column_major,
-    round_up,
+from .elastic_dispatch import (
+    DispatchRequest,
+    Reduction,
+    check_expert_statistics,
+    check_same,
+    dispatch_along,
+    dispatch_new,
+    expand_rows,
 )
+from .ep_handle import EPHandle
+from .events import EventHandle, EventOverlap
+from .group_buffer import (
+    AnyEvent,
+    GroupBuffer,
+    Payload,
+    default_device,
+    event_if,
+    join_payload,
+    split_payload,
+    two_biases,
+    wait_for,
+)
+from .tensors import column_major, round_up
 
-Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-AnyEvent = EventHandle | EventOverlap
-
-MOST_ROWS = (1 << 31) - 1  # of an output
 SIZE_ALIGNMENT = 2 << 20  # bytes; DeepEP's sizes are multiples of it
 CPU_TIMEOUT_S, GPU_TIMEOUT_S = 300, 100  # the interface's defaults
 
 
-class ElasticBuffer:
+class ElasticBuffer(GroupBuffer):
     """Expert-parallel communication among the ranks of a group: `dispatch` and `combine` with handles.
 
     Collective: every rank of the group creates it with equal arguments, and makes the same calls in the same order.
@@ -104,7 +109,7 @@ class ElasticBuffer:
         overrides: dict[str, Any] = {"timeout_s": float(min(chosen))} if chosen else {}
         overrides |= options or {}
         if device is None:
-            device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+            device = default_device()
         bootstrap = make_bootstrap(group, comm)
         self.group = group
         self.rank_idx = bootstrap.rank
@@ -177,31 +182,10 @@ class ElasticBuffer:
         """Lanes of the transport in use: one for each proxy thread, or 1 where none is needed."""
         return max(1, self._communicator.num_rings and self._communicator.general.num_proxies)
 
-    def describe(self) -> dict[str, Any]:
-        """The chosen plugins, the ordering plan and the domains, each with its reason."""
-        return self._communicator.describe()
-
-    def stats(self) -> dict[str, Any]:
-        """Counts since the start: operations, kernels by name, and what the proxies did."""
-        return self._communicator.stats()
-
-    def check(self) -> None:
-        """Raise the group's failure, if there is one (`PeerFailure`), or `BufferClosedError` after `destroy`."""
-        self._communicator.ensure_usable()
-
-    def destroy(self) -> None:
-        """Release memory, threads and connections. Not collective; may be called twice."""
-        self._communicator.close()
-
     @staticmethod
     def capture() -> EventHandle:
         """An event of what torch's current stream holds now."""
         return EventHandle()
-
-    def get_comm_stream(self) -> Any:
-        """The stream communication runs on when it does not run on the current one; None on the host."""
-        self._communicator.ensure_open()
-        return communication_stream(self._communicator.backend)
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """Wait until every rank is here.
@@ -267,186 +251,59 @@ class ElasticBuffer:
         Raises:
             ArgumentError: before any communication.
         """
-        self._wait(previous_event)
-        if isinstance(x, tuple) and len(x) != 2:
-            raise ArgumentError(f"x is a tuple of {len(x)}: give one tensor, or (x, scale factors)")
-        payload, scales = x if isinstance(x, tuple) else (x, None)
+        wait_for(previous_event)
+        payload, scales = split_payload(x, "scale factors")
         if do_zero_padding and not do_expand:
             raise ArgumentError("do_zero_padding needs do_expand=True: only expanded rows have padding")
-        if use_tma_aligned_col_major_sf and scales is None:
-            use_tma_aligned_col_major_sf = False
         if handle is not None:
-            self._check_cached(handle, topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, do_cpu_sync)
-            self._check_statistics(cumulative_local_expert_recv_stats, handle.num_experts)
-            if do_expand and handle.routes.expansion is None:
-                raise ArgumentError("do_expand: the handle's dispatch was not expanded; leave it out")
-            routes = handle.routes
-            indices = routes.topk_idx if topk_weights is not None else None
-            received = high_throughput.dispatch_cached(
-                self._communicator, routes.rows, payload, scales, indices, topk_weights
-            )
-            if received.topk_weights is not None and received.topk_weights.shape[0] > 0:
-                received.topk_weights.masked_fill_(routes.local_idx < 0, 0)
+            self._check_handle(handle)
+            check_same(handle, topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, do_cpu_sync, do_expand)
+            device, local_experts = self._communicator.backend.torch_device, handle.num_experts // self.num_ranks
+            check_expert_statistics(cumulative_local_expert_recv_stats, device, local_experts)
+            received = dispatch_along(self._communicator, handle.routes, payload, scales, topk_weights)
         else:
-            handle, received = self._dispatch_new(
-                payload,
-                scales,
-                topk_idx,
-                topk_weights,
-                cumulative_local_expert_recv_stats,
-                num_experts,
-                self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank,
-                1 if expert_alignment is None else expert_alignment,
-                num_sms or round_up(self._communicator.num_channels, 2),
-                do_handle_copy,
-                do_cpu_sync is None or bool(do_cpu_sync),
-                do_expand,
+            if topk_idx is None or num_experts is None:
+                raise ArgumentError("dispatch needs topk_idx= and num_experts=, or handle= of an earlier dispatch")
+            request = DispatchRequest(
+                x=payload,
+                scales=scales,
+                topk_idx=topk_idx,
+                topk_weights=topk_weights,
+                statistics=cumulative_local_expert_recv_stats,
+                num_experts=num_experts,
+                max_tokens=self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank,
+                alignment=1 if expert_alignment is None else expert_alignment,
+                num_sms=num_sms or round_up(self._communicator.num_channels, 2),
+                do_handle_copy=do_handle_copy,
+                do_cpu_sync=do_cpu_sync is None or bool(do_cpu_sync),
+                do_expand=do_expand,
             )
-            routes = handle.routes
-        self._wait(previous_event_before_epilogue)
+            handle, received = dispatch_new(self._communicator, self._reduction(), request)
+        wait_for(previous_event_before_epilogue)
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats += handle.num_unaligned_recv_tokens_per_expert
-        out_x, out_scales, weights = received.x, received.scales, received.topk_weights
-        if do_expand and routes.expansion is not None:
-            rows = routes.expansion.source_rows
-            out_x = expanded.gather(self._communicator, out_x, rows, do_zero_padding)
-            if out_scales is not None:
-                out_scales = expanded.gather(self._communicator, out_scales, rows, do_zero_padding)
-            weights = None if weights is None else expanded.expand_weights(weights, routes.expansion)
-        if out_scales is not None and use_tma_aligned_col_major_sf:
-            out_scales = column_major(out_scales)
-        event = EventOverlap(EventHandle() if async_with_compute_stream else None)
-        recv_idx = None if do_expand else routes.local_idx.clone()
-        return out_x if out_scales is None else (out_x, out_scales), recv_idx, weights, handle, event
+        recv_idx = None if do_expand else handle.routes.local_idx.clone()
+        if do_expand and handle.routes.expansion is not None:
+            received = expand_rows(self._communicator, received, handle.routes.expansion, do_zero_padding)
+        recv_scales = received.scales
+        if recv_scales is not None and use_tma_aligned_col_major_sf:
+            recv_scales = column_major(recv_scales)
+        recv_x = join_payload(received.x, recv_scales)
+        return recv_x, recv_idx, received.topk_weights, handle, event_if(async_with_compute_stream)
 
-    def _dispatch_new(
-        self,
-        x: torch.Tensor,
-        scales: torch.Tensor | None,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        statistics: torch.Tensor | None,
-        num_experts: int | None,
-        max_tokens: int,
-        alignment: int,
-        num_sms: int,
-        do_handle_copy: bool,
-        do_cpu_sync: bool,
-        do_expand: bool,
-    ) -> tuple[EPHandle, high_throughput.Dispatched]:
-        communicator = self._communicator
-        communicator.ensure_usable()
-        device, ranks = communicator.backend.torch_device, communicator.num_ranks
-        if topk_idx is None or num_experts is None:
-            raise ArgumentError("dispatch needs topk_idx= and num_experts=, or handle= of an earlier dispatch")
-        if alignment < 1:
-            raise ArgumentError(f"expert_alignment = {alignment}: must be at least 1")
-        if max_tokens < 1:
-            raise ArgumentError(
-                f"num_max_tokens_per_rank = {max_tokens}: pass the most tokens of any rank, here or to ElasticBuffer"
-            )
-        x = check_matrix("x", x, device)
-        check_experts(num_experts, ranks)
-        topk_idx = check_topk_idx(topk_idx, device, num_experts)
-        most = MOST_ROWS // (ranks * max(1, topk_idx.shape[1] if do_expand else 1))
-        if max_tokens > most:
-            raise ArgumentError(
-                f"num_max_tokens_per_rank = {max_tokens}: rows are numbered in 32 bits, use up to {most}"
-            )
-        if x.shape[0] > max_tokens:
-            raise ArgumentError(
-                f"{x.shape[0]} tokens exceed num_max_tokens_per_rank = {max_tokens}: use at least {x.shape[0]}"
-            )
-        self._check_statistics(statistics, num_experts)
-        if do_expand and not do_cpu_sync:
-            check_distinct(topk_idx, num_experts // ranks)
-        layout = high_throughput.get_layout(communicator, topk_idx, num_experts)
-        received = high_throughput.dispatch(
-            communicator,
-            x,
-            scales,
-            topk_idx,
-            topk_weights,
-            layout.is_token_in_rank,
-            layout.num_tokens_per_expert,
-            0 if do_cpu_sync else ranks * max_tokens,
-            max_tokens,
-            wait=do_cpu_sync,
+    def _reduction(self) -> Reduction:
+        return Reduction(
+            num_scaleout_ranks=self.num_scaleout_ranks,
+            num_scaleup_ranks=self.num_scaleup_ranks,
+            multiple=self.allow_multiple_reduction,
+            deterministic=self.deterministic,
         )
-        local_idx, counts = received.topk_idx, received.expert_counts
-        assert local_idx is not None and counts is not None
-        local_experts, num_topk = num_experts // ranks, local_idx.shape[1]
-        aligned = [round_up(rows, alignment) for rows in received.expert_rows or []]
-        expansion = None
-        if do_expand and do_cpu_sync:
-            expansion = expanded.expansion(local_idx, counts, alignment, sum(aligned))
-        elif do_expand:
-            num_rows = expanded.most_rows(local_idx.shape[0], num_topk, local_experts, alignment)
-            expansion = expanded.expansion(local_idx, counts, alignment, num_rows)
-        own_idx = topk_idx.clone(memory_format=torch.contiguous_format)  # routes are a snapshot in any case
-        domains_first = self.allow_multiple_reduction and self.num_scaleout_ranks > 1
-        tree = rounding.v2(communicator, own_idx, num_experts, domains_first=domains_first)
-        rows = dataclasses.replace(received.handle, rounding=tree)
-        picks = None
-        if expansion is not None and not self.allow_multiple_reduction:
-            rank_of_pick = rounding.ranks_of(own_idx, num_experts, ranks)
-            picks = single_picks.announce(communicator, rank_of_pick, num_experts, max_tokens, expansion, do_cpu_sync)
-        from_rank = rows.receive_rows.view(self.num_scaleout_ranks, self.num_scaleup_ranks, -1).sum((0, 2))
-        ends = expanded.block_ends(counts, alignment)
-        handle = EPHandle(
-            do_expand=do_expand,
-            num_experts=num_experts,
-            expert_alignment=alignment,
-            num_max_tokens_per_rank=max_tokens,
-            num_sms=num_sms,
-            topk_idx=own_idx if do_handle_copy else topk_idx,
-            num_recv_tokens=rows.num_rows,
-            num_expanded_tokens=0 if expansion is None else expansion.num_rows,
-            num_recv_tokens_per_expert_list=aligned,
-            psum_num_recv_tokens_per_scaleup_rank=from_rank.cumsum(0).to(torch.int32),
-            psum_num_recv_tokens_per_expert=ends if expansion is None else expansion.starts + counts,
-            num_unaligned_recv_tokens_per_expert=counts,
-            routes=Routes(rows, picks, local_idx, expansion, own_idx, ranks),
-        )
-        if not do_cpu_sync:  # in a graph, every replay must make it anew
-            handle.recv_src_metadata = source_metadata(handle.routes, max_tokens)
-        if self.deterministic:
-            handle.cached_recv_src_metadata_before_sort = handle.recv_src_metadata.clone()
-        return handle, received
-
-    def _check_cached(
-        self,
-        handle: EPHandle,
-        topk_idx: torch.Tensor | None,
-        num_experts: int | None,
-        max_tokens: int | None,
-        alignment: int | None,
-        do_cpu_sync: bool | None,
-    ) -> None:
-        self._check_handle(handle)
-        if topk_idx is not None:
-            raise ArgumentError("a cached dispatch goes by its handle's topk_idx: leave out topk_idx or handle")
-        if do_cpu_sync:
-            raise ArgumentError("do_cpu_sync: a cached dispatch has no counts to wait for; leave it out, or pass False")
-        for name, given, own in (
-            ("num_experts", num_experts, handle.num_experts),
-            ("num_max_tokens_per_rank", max_tokens, handle.num_max_tokens_per_rank),
-            ("expert_alignment", alignment, handle.expert_alignment),
-        ):
-            if given is not None and given != own:
-                raise ArgumentError(f"{name} = {given}, but the handle has {own}: leave it out, or pass {own}")
 
     def _check_handle(self, handle: object) -> EPHandle:
         if not isinstance(handle, EPHandle):
             raise HandleError(f"a handle from ElasticBuffer.dispatch() is needed, not {type(handle).__name__}")
         high_throughput.check_handle(self._communicator, handle.routes.rows)
         return handle
-
-    def _check_statistics(self, statistics: torch.Tensor | None, num_experts: int) -> None:
-        if statistics is not None:
-            device = self._communicator.backend.torch_device
-            length = num_experts // self.num_ranks
-            check_vector("cumulative_local_expert_recv_stats", statistics, device, torch.int32, length)
 
     # ---- combine ----
 
@@ -481,41 +338,11 @@ class ElasticBuffer:
         Returns:
             (out [num_tokens, hidden], weights [num_tokens, topk] or None, event).
         """
-        self._wait(previous_event)
-        self._wait(previous_event_before_epilogue)
+        wait_for(previous_event)
+        wait_for(previous_event_before_epilogue)
         routes = self._check_handle(handle).routes
-        biases = bias if isinstance(bias, tuple) else (bias, None)
-        if len(biases) != 2:
-            raise ArgumentError(f"bias has {len(biases)} tensors: give one, or a tuple of two")
-        device = self._communicator.backend.torch_device
-        if routes.expansion is None:
-            if topk_weights is not None:
-                topk_weights = check_topk_weights(topk_weights, routes.local_idx.shape, device)
-                topk_weights = topk_weights.masked_fill(routes.local_idx < 0, 0)
-            out, weights = high_throughput.combine(self._communicator, routes.rows, x, topk_weights, biases)
-            return out, weights, EventOverlap(EventHandle() if async_with_compute_stream else None)
-        x = check_matrix("x", x, device)
-        check_rows("x", x, routes.expansion.num_rows, "the handle's expanded dispatch")
-        weights = None
-        if topk_weights is not None:
-            weights = check_vector("topk_weights", topk_weights, device, torch.float32, routes.expansion.num_rows)
-        if routes.picks is None:
-            if weights is not None:
-                weights = expanded.fold_weights(weights, routes.expansion.slots)
-            folded = expanded.fold(self._communicator, x, routes.expansion.slots)
-            out, weights = high_throughput.combine(self._communicator, routes.rows, folded, weights, biases)
-        else:
-            if weights is not None:
-                raise ArgumentError(
-                    "topk_weights of an expanded combine need allow_multiple_reduction=True: leave them out"
-                )
-            out = single_picks.combine(self._communicator, x, routes, routes.picks, routes.expansion, biases)
-        return out, weights, EventOverlap(EventHandle() if async_with_compute_stream else None)
-
-    @staticmethod
-    def _wait(event: AnyEvent | None) -> None:
-        if event is not None:
-            event.current_stream_wait()
+        out, weights = elastic_combine.combine(self._communicator, routes, x, topk_weights, two_biases(bias))
+        return out, weights, event_if(async_with_compute_stream)
 
 
 def _size_hint(num_ranks: int, max_tokens: int, hidden: int, num_topk: int, use_fp8: bool) -> int:
