@@ -162,6 +162,19 @@ def truth(x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
     return (x.float() * ((idx % 2 + 1) * weights).sum(1, keepdim=True)).bfloat16()
 
 
+def finalized(
+    adapter: Any, rows: torch.Tensor, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, asynchronous: bool
+) -> torch.Tensor:
+    """What a finalize writes that has rows with their weights applied, into memory that would show a row left out."""
+    out = torch.full(x.shape, torch.nan, dtype=torch.bfloat16)
+    final = (out, rows, weights, idx, False, adapters().reduce.TopKWeightAndReduceNoOP())
+    if asynchronous:
+        adapter.finalize_async(*final)()
+    else:
+        adapter.finalize(*final)
+    return out
+
+
 def high_throughput(ctx: Context, block: bool, asynchronous: bool) -> None:
     """Prepare, experts, finalize, twice, with the buffer made as vLLM's manager makes it."""
     vllm = adapters()
@@ -199,13 +212,7 @@ def high_throughput(ctx: Context, block: bool, asynchronous: bool) -> None:
         check_equal("rows per expert", meta.expert_num_tokens.tolist(), counts)
         assert mine.any(1).all() and (ids >= 0).all()
         factors = ((ids % 2 + 1) * row_weights).masked_fill(~mine, 0).sum(1, keepdim=True)
-        out = torch.full((count, hidden), torch.nan, dtype=torch.bfloat16)
-        reduced = vllm.reduce.TopKWeightAndReduceNoOP()
-        final = (out, (rows.float() * factors).bfloat16(), weights, idx, False, reduced)
-        if asynchronous:
-            adapter.finalize_async(*final)()
-        else:
-            adapter.finalize(*final)
+        out = finalized(adapter, (rows.float() * factors).bfloat16(), x, idx, weights, asynchronous)
         check_equal(f"step {step}, output", out, truth(x, idx, weights))
     buffer.destroy()
 
@@ -307,12 +314,6 @@ def v2(ctx: Context, decode: bool, block: bool, asynchronous: bool) -> None:
             check_equal("rows", rows.shape[0], int(meta.expert_num_tokens.sum()))
             assert ids.shape == row_weights.shape == (rows.shape[0], 1)
         factors = ((ids % 2 + 1) * row_weights).masked_fill(ids < 0, 0).sum(1, keepdim=True)
-        out = torch.full((count, hidden), torch.nan, dtype=torch.bfloat16)
-        reduced = vllm.reduce.TopKWeightAndReduceNoOP()
-        final = (out, (rows.float() * factors).bfloat16(), weights, idx, False, reduced)
-        if asynchronous:
-            adapter.finalize_async(*final)()
-        else:
-            adapter.finalize(*final)
+        out = finalized(adapter, (rows.float() * factors).bfloat16(), x, idx, weights, asynchronous)
         check_equal(f"step {step}, output", out, truth(x, idx, weights))
     buffer.destroy()
