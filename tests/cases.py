@@ -110,7 +110,7 @@ def wait(event: Any) -> None:
 
 
 def high_throughput(
-    ctx: Context, *, hidden: int = 64, topk: int = 4, experts: int = 12, tokens: list[int], routing: str = "random",
+    ctx: Context, *, hidden: int = 64, topk: int = 4, experts: int = 0, tokens: list[int], routing: str = "random",
     dtype: str = "bf16", index: str = "int64", weights: bool = True, bias: int = 0, cached: bool = False,
     contiguous: bool = True, alignment: int = 1, worst: bool = False, stream: str = "sync", seed: int = 0,
     buffer: Any = None,
@@ -118,6 +118,7 @@ def high_throughput(
     """``tokens`` of each rank to the experts and back; ``buffer`` None: the one that the topology shares."""
     buffer = ctx.buffer() if buffer is None else buffer
     rank, n = ctx.rank, ctx.num_ranks
+    experts = experts or closed_form.few_experts(n)
     inputs = make_inputs(
         n, tokens, hidden=hidden, experts=experts, topk=topk, routing=routing, dtype=dtype, index=index,
         weights=weights, seed=seed,
@@ -178,13 +179,14 @@ def high_throughput(
 
 
 def low_latency(
-    ctx: Context, *, hidden: int = 64, topk: int = 4, experts: int = 12, most: int, tokens: list[int],
+    ctx: Context, *, hidden: int = 64, topk: int = 4, experts: int = 0, most: int, tokens: list[int],
     routing: str = "random", index: str = "int64", cast: str = "none", hook: bool = True, zero_copy: bool = False,
     out: bool = False, contiguous: bool = True, dtype: str = "bf16", seed: int = 0, buffer: Any = None,
 ) -> None:  # fmt: skip
     """The same in low-latency mode, with at most ``most`` tokens per rank."""
     buffer = ctx.buffer() if buffer is None else buffer
     rank, n = ctx.rank, ctx.num_ranks
+    experts = experts or closed_form.few_experts(n)
     local = experts // n
     inputs = make_inputs(n, tokens, hidden=hidden, experts=experts, topk=topk, routing=routing, dtype=dtype,
                          index=index, seed=seed)  # fmt: skip

@@ -19,6 +19,11 @@ PER_RANK_TOKENS = (0, 1, 7, 128, 1000)
 ROUTINGS = ("random", "holes", "one_rank", "one_expert", "skewed", "nothing", "starved")
 
 
+def few_experts(num_ranks: int) -> int:
+    """12, or the next number that so many ranks divide."""
+    return -(-12 // num_ranks) * num_ranks
+
+
 def _mix(values: Tensor) -> Tensor:
     """Scrambles int64 values (a 32-bit integer hash)."""
     values = (values ^ (values >> 16)) * 0x45D9F3B & 0xFFFFFFFF

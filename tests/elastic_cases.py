@@ -71,7 +71,7 @@ def _check_received(got: Any, want: Any, name: str, rows: int, arrived: Tensor |
 
 
 def elastic(
-    ctx: Context, *, hidden: int = 64, topk: int = 4, experts: int = 12, tokens: list[int], routing: str = "random",
+    ctx: Context, *, hidden: int = 64, topk: int = 4, experts: int = 0, tokens: list[int], routing: str = "random",
     dtype: str = "bf16", index: str = "int64", weights: bool = True, bias: int = 0, cached: bool = True,
     alignment: int = 1, expand: bool = False, padding: bool = False, cpu_sync: bool = True, hybrid: bool = True,
     multiple: bool = True, deterministic: bool = False, tma: bool = False, copy: bool = True, stream: str = "sync",
@@ -83,6 +83,7 @@ def elastic(
             ctx, allow_hybrid_mode=hybrid, allow_multiple_reduction=multiple, deterministic=deterministic
         )
     rank, n, most = ctx.rank, ctx.num_ranks, max([*tokens, 1]) + 3
+    experts = experts or closed_form.few_experts(n)
     local, per_domain = experts // n, ctx.domain or n
     scaleup = per_domain if hybrid else n
     check_equal("logical domains", buffer.get_logical_domain_size(), (n // scaleup, scaleup))

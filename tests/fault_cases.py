@@ -39,24 +39,25 @@ def all_streams(ctx: Context) -> None:
 def backward_of_a_starved_rank(ctx: Context) -> None:
     """Backward of dispatch is combine, backward of combine is dispatch with the handle; also with 0 rows."""
     buffer, rank, n = ctx.buffer(), ctx.rank, ctx.num_ranks
+    experts = closed_form.few_experts(ctx.num_ranks)
     tokens = [9 + r for r in range(n)]
-    inputs = cases.make_inputs(n, tokens, hidden=64, experts=12, topk=4, routing="starved", dtype="fp32", seed=8)
+    inputs = cases.make_inputs(n, tokens, hidden=64, experts=experts, topk=4, routing="starved", dtype="fp32", seed=8)
     assert inputs.weights is not None
-    layout = buffer.get_dispatch_layout(inputs.ids[rank], 12)
+    layout = buffer.get_dispatch_layout(inputs.ids[rank], experts)
     recv_x, recv_idx, recv_w, counts, handle, _ = buffer.dispatch(
         inputs.xs[rank], topk_idx=inputs.ids[rank], topk_weights=inputs.weights[rank], num_tokens_per_rank=layout[0],
         is_token_in_rank=layout[3], num_tokens_per_expert=layout[2],
     )  # fmt: skip
     if rank == n - 1:
-        check_equal("shapes on the starved rank", (list(recv_x.shape), counts), ([0, 64], [0] * (12 // n)))
-    buffer.combine(closed_form.apply_experts(recv_x, recv_idx, recv_w, rank * 12 // n), handle)
+        check_equal("shapes on the starved rank", (list(recv_x.shape), counts), ([0, 64], [0] * (experts // n)))
+    buffer.combine(closed_form.apply_experts(recv_x, recv_idx, recv_w, rank * experts // n), handle)
     # Backward: a gradient for each rank's tokens goes out with the handle, and comes home.
     grads = [closed_form.rows(t, 64, rank=r, seed=8, dtype=torch.float32, salt=4) for r, t in enumerate(tokens)]
     grad_recv = buffer.dispatch(grads[rank], handle=handle)[0]
-    want = reference.dispatch(rank, grads, inputs.ids, 12)
+    want = reference.dispatch(rank, grads, inputs.ids, experts)
     check_equal("gradient of the expert outputs", grad_recv, want.x)
     grad_x, grad_w, _ = buffer.combine(grad_recv, handle, topk_weights=recv_w)
-    in_rank = reference.layout(inputs.ids[rank], 12, n).is_token_in_rank
+    in_rank = reference.layout(inputs.ids[rank], experts, n).is_token_in_rank
     segments = [grads[rank][in_rank[:, d]] for d in range(n)]
     check_equal("gradient of x", grad_x, reference.combine_segments(segments, in_rank))
     check_equal("gradient of the weights", grad_w,
@@ -95,10 +96,11 @@ def huge(ctx: Context, rows: int) -> None:
 
 def worst_case_too_small(ctx: Context, who: int) -> None:
     """Known only when the counts are in: that rank raises with the number that would do, and the others go on."""
-    made = cases.make_inputs(ctx.num_ranks, [6] * ctx.num_ranks, hidden=64, experts=12, topk=4)
-    enough = reference.dispatch(ctx.rank, made.xs, made.ids, 12).x.shape[0]
+    experts = closed_form.few_experts(ctx.num_ranks)
+    made = cases.make_inputs(ctx.num_ranks, [6] * ctx.num_ranks, hidden=64, experts=experts, topk=4)
+    enough = reference.dispatch(ctx.rank, made.xs, made.ids, experts).x.shape[0]
     buffer, ids = ctx.buffer(), made.ids[ctx.rank]
-    layout = buffer.get_dispatch_layout(ids, 12)
+    layout = buffer.get_dispatch_layout(ids, experts)
     arguments = {"topk_idx": ids, "num_tokens_per_rank": layout[0], "is_token_in_rank": layout[3],
                  "num_tokens_per_expert": layout[2]}  # fmt: skip
     if ctx.rank == who:
@@ -124,9 +126,10 @@ def split_batch(ctx: Context) -> None:
 
 def start(buffer: Any, ctx: Context, tokens: list[int], seed: int) -> Any:
     """Dispatch of a standard case; its result goes to ``finish``."""
-    inputs = cases.make_inputs(ctx.num_ranks, tokens, hidden=64, experts=12, topk=4, seed=seed)
+    experts = closed_form.few_experts(ctx.num_ranks)
+    inputs = cases.make_inputs(ctx.num_ranks, tokens, hidden=64, experts=experts, topk=4, seed=seed)
     ids, w = inputs.ids[ctx.rank], inputs.weights[ctx.rank]  # type: ignore[index]
-    layout = buffer.get_dispatch_layout(ids, 12)
+    layout = buffer.get_dispatch_layout(ids, experts)
     result = buffer.dispatch(
         inputs.xs[ctx.rank], topk_idx=ids, topk_weights=w, num_tokens_per_rank=layout[0], is_token_in_rank=layout[3],
         num_tokens_per_expert=layout[2], async_finish=True,
@@ -136,13 +139,14 @@ def start(buffer: Any, ctx: Context, tokens: list[int], seed: int) -> Any:
 
 def finish(buffer: Any, ctx: Context, tokens: list[int], flight: Any, seed: int) -> None:
     inputs, result = flight
+    experts = closed_form.few_experts(ctx.num_ranks)
     cases.wait(result[5])
-    want = reference.dispatch(ctx.rank, inputs.xs, inputs.ids, 12, topk_weights=inputs.weights)
+    want = reference.dispatch(ctx.rank, inputs.xs, inputs.ids, experts, topk_weights=inputs.weights)
     cases.check_dispatch(ctx, want, result)
-    y = closed_form.apply_experts(result[0], result[1], result[2], ctx.rank * 12 // ctx.num_ranks)
+    y = closed_form.apply_experts(result[0], result[1], result[2], ctx.rank * experts // ctx.num_ranks)
     combined, _, event = buffer.combine(y, result[4], async_finish=True)
     cases.wait(event)
-    check_equal(f"combined_x, seed {seed}", combined, cases.expected_combine(ctx, inputs, 12, [])[0])
+    check_equal(f"combined_x, seed {seed}", combined, cases.expected_combine(ctx, inputs, experts, [])[0])
 
 
 # ---- life of buffers ----
@@ -306,9 +310,10 @@ def one_rank_dies(ctx: Context, who: int, when: str, mode: str) -> dict[str, Any
 def killed_inside_a_long_dispatch(ctx: Context, who: int, rows: int) -> dict[str, Any] | None:
     """One dispatch of so many rows that the kill lands in the middle of it."""
     buffer = ctx.new_buffer()
+    experts = closed_form.few_experts(ctx.num_ranks)
     x = closed_form.rows(rows, 4096, rank=ctx.rank, seed=1, dtype=torch.bfloat16)
-    ids = closed_form.topk_idx("random", rows, 4, 12, ctx.num_ranks, rank=ctx.rank, seed=1)
-    layout = buffer.get_dispatch_layout(ids, 12)
+    ids = closed_form.topk_idx("random", rows, 4, experts, ctx.num_ranks, rank=ctx.rank, seed=1)
+    layout = buffer.get_dispatch_layout(ids, experts)
     cases.high_throughput(ctx, tokens=[3] * ctx.num_ranks, buffer=buffer)
     ctx.barrier()
     if ctx.rank == who:
@@ -389,13 +394,16 @@ class Pair:
     """One dispatch and combine with everything computed beforehand, so that a loop only moves and compares."""
 
     def __init__(self, ctx: Context, tokens: list[int], seed: int, hidden: int, routing: str) -> None:
-        n, self.experts = ctx.num_ranks, 12
-        self.inputs = cases.make_inputs(n, tokens, hidden=hidden, experts=12, topk=4, routing=routing, seed=seed)
-        self.want = reference.dispatch(ctx.rank, self.inputs.xs, self.inputs.ids, 12, topk_weights=self.inputs.weights)
-        self.y = closed_form.apply_experts(
-            self.want.x, self.want.topk_idx, self.want.topk_weights, ctx.rank * (12 // n)
+        n = ctx.num_ranks
+        experts = self.experts = closed_form.few_experts(n)
+        self.inputs = cases.make_inputs(n, tokens, hidden=hidden, experts=experts, topk=4, routing=routing, seed=seed)
+        self.want = reference.dispatch(
+            ctx.rank, self.inputs.xs, self.inputs.ids, experts, topk_weights=self.inputs.weights
         )
-        self.combined = cases.expected_combine(ctx, self.inputs, 12, [])[0]
+        self.y = closed_form.apply_experts(
+            self.want.x, self.want.topk_idx, self.want.topk_weights, ctx.rank * (experts // n)
+        )
+        self.combined = cases.expected_combine(ctx, self.inputs, experts, [])[0]
 
 
 def prepared_pairs(ctx: Context, seed: int, count: int = 12, hidden: int = 64) -> list[Pair]:
@@ -430,10 +438,11 @@ class LowLatencyPair:
 
     def __init__(self, ctx: Context, tokens: list[int], seed: int, most: int, routing: str) -> None:
         n, self.most = ctx.num_ranks, most
-        self.inputs = cases.make_inputs(n, tokens, hidden=64, experts=12, topk=4, routing=routing, seed=seed)
-        self.want = reference.ll_dispatch(ctx.rank, self.inputs.xs, self.inputs.ids, most, 12)
+        experts = self.experts = closed_form.few_experts(n)
+        self.inputs = cases.make_inputs(n, tokens, hidden=64, experts=experts, topk=4, routing=routing, seed=seed)
+        self.want = reference.ll_dispatch(ctx.rank, self.inputs.xs, self.inputs.ids, most, experts)
         self.used = self.want.source_rank >= 0
-        self.y = closed_form.apply_ll_experts(self.want.x, ctx.rank * (12 // n))
+        self.y = closed_form.apply_ll_experts(self.want.x, ctx.rank * (experts // n))
         ids = self.inputs.ids[ctx.rank]
         terms = torch.stack([cases.ll_expert(self.inputs.xs[ctx.rank], ids[:, k]) for k in range(4)], 1)
         assert self.inputs.weights is not None
@@ -442,7 +451,12 @@ class LowLatencyPair:
 
 def start_low_latency(ctx: Context, buffer: Any, pair: LowLatencyPair) -> Any:
     recv, count, handle, _, hook = buffer.low_latency_dispatch(
-        pair.inputs.xs[ctx.rank], pair.inputs.ids[ctx.rank], pair.most, 12, use_fp8=False, return_recv_hook=True
+        pair.inputs.xs[ctx.rank],
+        pair.inputs.ids[ctx.rank],
+        pair.most,
+        pair.experts,
+        use_fp8=False,
+        return_recv_hook=True,
     )
     return recv, count, handle, hook
 
@@ -543,20 +557,21 @@ def two_threads(ctx: Context, rounds: int) -> None:
 def only_rank_0_picks(ctx: Context, most: int, rounds: int) -> None:
     """All ranks have tokens, but the picks of all but rank 0 are -1."""
     buffer, n, rank = ctx.buffer(), ctx.num_ranks, ctx.rank
+    experts = closed_form.few_experts(ctx.num_ranks)
     for seed in range(rounds):
-        made = cases.make_inputs(n, [most] * n, hidden=64, experts=12, topk=4, seed=seed)
+        made = cases.make_inputs(n, [most] * n, hidden=64, experts=experts, topk=4, seed=seed)
         assert made.weights is not None
         ids = [made.ids[0]] + [torch.full_like(i, -1) for i in made.ids[1:]]
         recv, count, handle, _, hook = buffer.low_latency_dispatch(
-            made.xs[rank], ids[rank], most, 12, use_fp8=False, return_recv_hook=True
+            made.xs[rank], ids[rank], most, experts, use_fp8=False, return_recv_hook=True
         )
         hook()
-        want = reference.ll_dispatch(rank, made.xs, ids, most, 12)
+        want = reference.ll_dispatch(rank, made.xs, ids, most, experts)
         check_equal("recv_count", count, want.count)
         used = want.source_rank >= 0
         check_equal("recv_x", recv[used], want.x[used])
         combined, _, hook = buffer.low_latency_combine(
-            closed_form.apply_ll_experts(want.x, rank * (12 // n)), ids[rank], made.weights[rank], handle,
+            closed_form.apply_ll_experts(want.x, rank * (experts // n)), ids[rank], made.weights[rank], handle,
             return_recv_hook=True,
         )  # fmt: skip
         hook()
