@@ -346,7 +346,7 @@ def too_late_rank(ctx: Context, who: int, mode: str) -> dict[str, Any]:
     buffer = ctx.new_buffer()
     cases.high_throughput(ctx, tokens=[6] * ctx.num_ranks, buffer=buffer)
     cases.low_latency(ctx, tokens=[6] * ctx.num_ranks, most=8, buffer=buffer)
-    x, ids = torch.ones(6, 64), torch.arange(12).view(6, 2) % (2 * ctx.num_ranks)
+    x, ids = torch.ones(ctx.num_ranks, 64), torch.arange(2 * ctx.num_ranks).view(-1, 2)  # a row to every rank
     layout = buffer.get_dispatch_layout(ids, 2 * ctx.num_ranks)
     handle = buffer.dispatch(x, topk_idx=ids, is_token_in_rank=layout[3], num_tokens_per_expert=layout[2])[4]
 
