@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import struct
 import weakref
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from uccl_ep_core.errors import BufferClosedError, CapabilityError, Configuratio
 from uccl_ep_core.gpu_backend import Window
 
 from .bootstrap import Bootstrap, together
+from .cores import Cores, Place
 from .domains import ranks_per_domain, reachable_ranks
 from .low_latency.capacity import LowLatencyCapacity
 from .resources import Resources
@@ -28,15 +28,6 @@ HOST_SLOT_BYTES = 128 << 10  # stays in the caches
 GPU_SLOT_BYTES = 256 << 10  # a slot costs some microseconds of signals, whatever it holds
 MOST_CHANNELS = 48  # chosen automatically; more bring no bandwidth, and each has its own slots
 DEFAULT_LIMIT_S = 300.0  # as plugins.toml has it
-
-
-def _boot_identity() -> str:
-    """The same for two processes of one boot of one host: those can at least try shared memory."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def set_up_limit_s(overrides: Mapping[str, Any] | None) -> float:
@@ -86,7 +77,10 @@ class Connection:
             bootstrap.start(set_up_limit_s(overrides))
             self._set_up(torch_device, low_latency_bytes, overrides, equal or {})
         except BaseException:
-            self._finalizer()
+            try:
+                self._finalizer()
+            except EPError as kept:
+                logger.error("%s", kept)
             raise
         finally:
             bootstrap.finish()
@@ -119,7 +113,8 @@ class Connection:
         self.slot_bytes = general.slot_bytes or (
             HOST_SLOT_BYTES if self.backend.torch_device.type == "cpu" else GPU_SLOT_BYTES
         )
-        self._one_host = len(set(bootstrap.all_gather(_boot_identity(), "comparing hosts"))) == 1
+        places = bootstrap.all_gather(Place.here(), "comparing hosts")
+        self._one_host = len({place.host for place in places}) == 1
         self.reachable = reachable_ranks(bootstrap, self.backend)
         self.ranks_per_domain = ranks_per_domain(self.reachable, general.domain_size)
         self.num_domains = self.num_ranks // self.ranks_per_domain
@@ -143,6 +138,7 @@ class Connection:
             ll_outbox_bytes=self.capacity.outbox_bytes,
             has_remote=bool(remote),
         )
+        self.cores = Cores.of(places, self.rank, self.backend.waiting_threads + (general.num_proxies if remote else 0))
         together(bootstrap, "allocating windows", lambda: self._allocate(bool(remote)))
         peers = bootstrap.all_gather(
             (
@@ -296,6 +292,8 @@ class Connection:
         general = self.general
         timeout_s = float(self._transport_selection.options.get("timeout_s", general.timeout_s))
         self.transport.connect(self.rank, addresses, remote, general.num_proxies, timeout_s)
+        # Kernels alone, without proxies, wait for each other only: they keep polling.
+        wake = self.backend.share_cores() if self.cores.crowded else None
         engine = _native.Engine(
             self.rank,
             self.layout,
@@ -312,6 +310,9 @@ class Connection:
                 "timeout_s": general.timeout_s,
                 "max_inflight_peer": general.max_inflight_bytes_per_peer,
                 "max_inflight_nic": general.max_inflight_bytes_per_nic,
+                "crowded": self.cores.crowded,
+                "wake_function": wake[0] if wake else 0,
+                "wake_context": wake[1] if wake else 0,
                 "pin": general.pin_proxies,
                 "cpus": self.numa[1] if self.numa else [],
                 "trace": general.trace,
@@ -344,6 +345,7 @@ class Connection:
             transport = self._transport_selection
             result["transport"] = {"name": transport.name, "reason": transport.reason, **self.transport.describe()}
             result["plan"] = {"name": self.plan.name, "reason": self.plan.reason}
+            result["waits"] = self.cores.describe()
         else:
             result["transport"] = {"name": None, "reason": "all ranks are in one scale-up domain"}
             result["plan"] = {"name": None, "reason": "kernels store into peers' memory and release their own signals"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,13 @@ from uccl_ep_core.errors import BufferClosedError, EPError
 from uccl_ep_core.gpu_backend import GpuBackend, Window
 from uccl_ep_core.transport import Transport
 
+STOP_S = 2.0  # what was pushed leaves within this time, or not at all
 END_CALLS_S = 10.0  # kernels look at the abort word every few microseconds
+
+
+def _keep_for_ever(things: object) -> None:
+    """Never freed, not even when the interpreter ends: a thread that nobody can end may still use them."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(things))
 
 
 class Resources:
@@ -60,18 +67,27 @@ class Resources:
                 raise EPError(f"a call of another thread did not end within {END_CALLS_S} s: its memory is kept")
 
     def close(self) -> None:
+        """Give everything back.
+
+        Raises:
+            EPError: a call of another thread, or a proxy in a function of the transport, did not end in time. What it
+                may still use stays allocated; all else is given back, and the process can go on.
+        """
         if os.getpid() != self.process:
             return  # a fork holds a copy of the addresses only; threads and peers are its parent's
         self._end_calls()
         if self.verdicts is not None:
             self.verdicts.close()  # peers that still wait for this rank learn that it left on purpose
             self.verdicts = None
-        if self.engine is not None:
-            self.engine.stop(2.0)
-            self.engine = None
+        engine, self.engine = self.engine, None
+        ended = engine is None or engine.stop(STOP_S)
         if self.monitor is not None:
             self.monitor.stop()
             self.monitor = None
+        if not ended:
+            _keep_for_ever((engine, self.transport, self.windows, self.backend))
+            self.transport, self.windows, self.backend = None, [], None
+            raise EPError(f"{engine.stop_error}; its thread is left behind, and the buffer's memory stays allocated")
         if self.transport is not None:
             self.transport.close()
             self.transport = None

@@ -86,6 +86,19 @@ class GpuBackend(abc.ABC):
     @abc.abstractmethod
     def limits(self) -> KernelLimits: ...
 
+    @property
+    def waiting_threads(self) -> int:
+        """CPU threads of this rank that poll while a kernel waits; 0 where kernels run on a GPU."""
+        return 0
+
+    def share_cores(self) -> tuple[int, int] | None:
+        """From now on give cores away while kernels wait: this host has fewer of them than threads that poll.
+
+        Called before the first launch. Returns the address of a C function and of its argument, which proxies call
+        when they have raised signals, so that such waits end early; None where kernels keep no core.
+        """
+        return None
+
     @abc.abstractmethod
     def allocate_data_window(self, nbytes: int, *, for_transport: bool, device_memory: bool) -> Window:
         """Zeroed payload memory.

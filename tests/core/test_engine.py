@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import signal
@@ -169,6 +170,25 @@ def test_in_flight_caps_hold_and_let_large_writes_through(pair):
         )
     receiver.wait_signal(name, 200)
     sender.wait_completed(0, 200)
+
+
+def test_on_a_crowded_host_proxies_look_away_and_wake_who_waits(pair):
+    """Whoever waits is told of raised signals and of completed commands, and hears its own argument."""
+    heard = []
+    wake = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(heard.append)
+    address = ctypes.cast(wake, ctypes.c_void_p).value
+    options = {"crowded": True, "wake_function": address, "wake_context": 7}
+    connect(pair, options=options, plan="counted")
+    sender, receiver = pair
+    name = sender.layout.signal_index(_native.SignalKind.DIRECT_DATA, 0, 0)
+    for value in range(1, 101):
+        sender.push(0, peer=1, local_offset=0, remote_offset=0, bytes=600, signal=name, value=value)
+    receiver.wait_signal(name, 100)
+    sender.wait_completed(0, 100)
+    assert sender.engine.stop(5.0)
+    assert receiver.engine.stop(5.0)
+    assert len(heard) >= 2
+    assert set(heard) == {7}
 
 
 def test_an_orderly_stop_sends_everything_and_says_goodbye(pair):

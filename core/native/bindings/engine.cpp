@@ -59,6 +59,12 @@ EngineOptions options_of(const py::dict &given) {
             options.spins = value.cast<uint32_t>();
         } else if (name == "yields") {
             options.yields = value.cast<uint32_t>();
+        } else if (name == "crowded") {
+            options.crowded = value.cast<bool>();
+        } else if (name == "wake_function") {
+            options.wake_function = value.cast<uint64_t>();
+        } else if (name == "wake_context") {
+            options.wake_context = value.cast<uint64_t>();
         } else if (name == "pin") {
             options.pin = value.cast<bool>();
         } else if (name == "first_cpu") {
@@ -74,8 +80,8 @@ EngineOptions options_of(const py::dict &given) {
         } else {
             throw std::invalid_argument("engine option '" + name +
                                         "' is unknown: use timeout_s, heartbeat_timeout_s, max_inflight_peer, "
-                                        "max_inflight_nic, batch, spins, yields, pin, first_cpu, cpus, flush_function, "
-                                        "flush_context or trace");
+                                        "max_inflight_nic, batch, spins, yields, crowded, pin, first_cpu, cpus, "
+                                        "flush_function, flush_context, wake_function, wake_context or trace");
         }
     }
     return options;
@@ -257,6 +263,7 @@ void bind_engine(py::module_ &module) {
         .def("stop", &Engine::stop, py::arg("timeout_s"), py::call_guard<py::gil_scoped_release>(),
              "Send what was pushed, say goodbye to transport peers, end the threads; False when they did not end.")
         .def_property_readonly("running", &Engine::running)
+        .def_property_readonly("stop_error", &Engine::stop_error, "After stop() returned False: which proxy stayed.")
         .def("error", &Engine::error, "The first error of a proxy in words, or ''.")
         .def("stats", &stats_of);
 }

@@ -110,6 +110,7 @@ void Engine::start() {
     for (uint32_t lane = 0; lane < shared_->num_proxies; ++lane) {
         // The thread owns all it touches, so that one that never returns cannot touch freed memory.
         threads_.emplace_back([shared = shared_, proxy = proxies_[lane], ends = ends_, lane] {
+            (void)pthread_setname_np(pthread_self(), ("uccl_ep " + std::to_string(lane)).c_str());  // 15 characters
             run_on(shared->options, lane);
             proxy->run();
             const std::lock_guard lock(ends->mutex);
@@ -154,7 +155,13 @@ bool Engine::stop(double timeout_s) {
         trace_error_ = write_trace(trace_path(shared_->options.trace_path, shared_->rank), shared_->rank, recorders);
     }
     if (!ended) {
-        stop_error_ = "a proxy did not end within its limit: a function of the transport blocks";
+        stop_error_ = "a proxy did not end in time";
+        for (uint32_t lane = 0; lane < proxies_.size(); ++lane) {
+            if (const char *function = proxies_[lane]->inside()) {
+                stop_error_ = "proxy " + std::to_string(lane) + " did not end in time: " + function +
+                              " of the transport does not return";
+            }
+        }
     }
     return ended;
 }

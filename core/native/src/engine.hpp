@@ -25,6 +25,8 @@ class Engine {
     bool stop(double timeout_s);
     bool running() const;
     std::string error() const;
+    // After stop() said false: which proxy stayed, and where.
+    const std::string &stop_error() const { return stop_error_; }
     const std::vector<std::shared_ptr<Proxy>> &proxies() const { return proxies_; }
     const EngineShared &shared() const { return *shared_; }
 

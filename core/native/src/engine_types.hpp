@@ -38,11 +38,14 @@ struct EngineOptions {
     uint32_t batch = 64;             // commands popped from one ring before the next one's turn
     uint32_t spins = 200;            // empty passes before the proxy yields the CPU
     uint32_t yields = 200;           // passes with a yield before it backs off
+    bool crowded = false;            // more threads wait on this host than it has cores: look away soon
     bool pin = false;
     uint32_t first_cpu = 0;
     std::vector<uint32_t> cpus;      // where proxies may run, one of them each where `pin`; empty: anywhere
     uint64_t flush_function = 0;     // void (*)(void *): makes arrived payload visible to the device
     uint64_t flush_context = 0;
+    uint64_t wake_function = 0;      // void (*)(void *): signals were raised or commands completed, waits look again
+    uint64_t wake_context = 0;
     std::string trace_path;
 };
 

@@ -2,6 +2,7 @@
 
 #include <linux/futex.h>
 #include <sched.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -16,6 +17,8 @@ namespace {
 
 constexpr uint64_t kTickNs = 1'000'000;
 constexpr uint64_t kBackOffNs = 50'000;               // the longest an idle proxy looks away
+constexpr uint64_t kCrowdedPasses = 4;                // empty ones, before a proxy looks away on a crowded host
+constexpr unsigned long kTimerSlackNs = 1000;         // Linux's default, 50 us, would double that time
 constexpr uint64_t kForwardAfterAbortNs = 100'000'000;  // verdicts may still leave for this long at a stop
 constexpr uint64_t kCompletionsPerPoll = 256;
 constexpr uint64_t kMostRenewals = 8;  // of a lane, one after another, without an operation that succeeded
@@ -57,7 +60,8 @@ Proxy::Proxy(std::shared_ptr<EngineShared> shared, uint32_t lane)
       batch_(shared_->options.batch),
       windowed_(plan_->windowed()),
       follows_completions_(plan_->follows_completions()),
-      renewable_(can_renew(*shared_->ops)) {
+      renewable_(can_renew(*shared_->ops)),
+      wake_(reinterpret_cast<void (*)(void *)>(shared_->options.wake_function)) {
     for (uint32_t ring = lane; ring < shared_->channel->num_rings(); ring += shared_->num_proxies) {
         rings_.emplace_back(*shared_->channel, ring);
     }
@@ -423,14 +427,19 @@ bool Proxy::flush() {
 }
 
 uint64_t Proxy::pass() {
+    inside_.store("poll_completions", std::memory_order_relaxed);
     uint64_t done = broken_ ? 0 : poll_completions();
     if (lane_down_ && !broken_) {
+        inside_.store("renew_lane", std::memory_order_relaxed);
         renew();
     }
     const bool aborted = shared_->verdicts->aborted();
+    bool news = done != 0;
     some_gone_ = shared_->verdicts->any_gone();
     if (!aborted && !broken_) {
+        inside_.store("poll_arrivals", std::memory_order_relaxed);
         done += plan_->poll();
+        news = done != 0;
         if (!outbound_.staged() && !lane_down_) {
             for (RingReader &ring : rings_) {
                 done += drain(ring);
@@ -446,9 +455,14 @@ uint64_t Proxy::pass() {
             fail(*fault);
         }
     }
+    inside_.store("post_writes or post_signals", std::memory_order_relaxed);
     flush();
+    inside_.store(nullptr, std::memory_order_relaxed);
     for (RingReader &ring : rings_) {
         ring.publish();
+    }
+    if (news && wake_ != nullptr) {
+        wake_(reinterpret_cast<void *>(shared_->options.wake_context));
     }
     return done;
 }
@@ -486,20 +500,26 @@ bool Proxy::finished(uint64_t now) {
            notices_.told();
 }
 
-// Spin, then yield, then look away for at most 50 us, and that only when nothing is under way.
+// Spin, then yield, then look away for at most 50 us, and that only when nothing is under way. Where threads outnumber
+// cores, looks in vain take the core from the very threads that are waited for: a few, then away whatever is under way.
+// A network moves on meanwhile, and the next look finds more at once.
 void Proxy::back_off(uint64_t empty_passes) {
-    if (empty_passes < shared_->options.spins) {
-        cpu_pause();
-    } else if (empty_passes < uint64_t{shared_->options.spins} + shared_->options.yields ||
-               outbound_.outstanding() != 0 || shared_->stop_requested.load(std::memory_order_relaxed)) {
-        sched_yield();
-    } else {
+    const EngineOptions &options = shared_->options;
+    const bool stopping = shared_->stop_requested.load(std::memory_order_relaxed);
+    const bool idle = empty_passes >= uint64_t{options.spins} + options.yields && outbound_.outstanding() == 0;
+    if (!stopping && (options.crowded ? empty_passes > kCrowdedPasses : idle)) {
         const timespec limit{0, static_cast<long>(kBackOffNs)};
         syscall(SYS_futex, reinterpret_cast<uint32_t *>(&shared_->wake), FUTEX_WAIT_PRIVATE, 0, &limit, nullptr, 0);
+    } else if (empty_passes < options.spins) {
+        cpu_pause();
+    } else {
+        sched_yield();
     }
 }
 
 void Proxy::run() {
+    (void)prctl(PR_SET_TIMERSLACK, kTimerSlackNs, 0, 0, 0);
+    const uint64_t idle_passes = shared_->options.crowded ? kCrowdedPasses : shared_->options.spins;
     uint64_t empty_passes = 0;
     uint64_t since_clock = 0;
     uint64_t now = now_ns();
@@ -515,7 +535,7 @@ void Proxy::run() {
             busy_since = 0;
         }
         empty_passes = done != 0 ? 0 : empty_passes + 1;
-        if (++since_clock >= 64 || empty_passes > shared_->options.spins) {
+        if (++since_clock >= 64 || empty_passes > idle_passes) {
             since_clock = 0;
             now = now_ns();
             if (now - last_tick_ns_ >= kTickNs) {

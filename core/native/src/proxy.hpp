@@ -25,6 +25,8 @@ class Proxy {
 
     const ProxyStats &stats() const { return stats_; }
     std::string error() const;
+    // The function of the transport that the proxy is in, nullptr: in none. Any thread.
+    const char *inside() const { return inside_.load(std::memory_order_relaxed); }
     const TraceRecorder *recorder() const { return trace_.get(); }
     bool idle() const { return !have_open_ && outbound_.outstanding() == 0 && !plan_->pending(); }
 
@@ -82,6 +84,7 @@ class Proxy {
     bool broken_ = false;     // the lane failed: the transport is not called on it any more
     // Operations that completed with an error and are posted again under a new generation of the lane.
     bool renewable_;
+    void (*wake_)(void *);      // may be nullptr
     bool lane_down_ = false;  // an operation failed: nothing is posted until the lane is renewed
     std::vector<uccl_ep_completion> failed_;
     std::vector<uint64_t> again_;      // their tokens
@@ -89,6 +92,7 @@ class Proxy {
     uint64_t renew_deadline_ns_ = 0;
     bool drained_told_ = false;
     uint64_t aborted_at_ns_ = 0;
+    std::atomic<const char *> inside_{nullptr};
     mutable std::mutex error_mutex_;
     std::string error_;
 };

@@ -26,6 +26,8 @@ constexpr size_t kStackBytes = 64 * 1024;
 #endif
 
 constexpr uint32_t kYieldsPerClock = 256;  // a look at the clock costs as much as some yields
+constexpr uint32_t kIdleRounds = 4;        // that a wait keeps the core of a crowded host for
+constexpr long kLookAwayNs = 50'000;
 
 thread_local Block *current_block = nullptr;
 
@@ -227,20 +229,30 @@ void Block::switch_to(uint32_t next) {
 #endif
 }
 
+// Every fiber had its turn.
+void Block::end_round() {
+    if (progressed_) {
+        idle_rounds_ = 0;
+    } else if (doorbell_ == nullptr || ++idle_rounds_ < kIdleRounds) {
+        sched_yield();
+    } else {
+        doorbell_->wait(rings_, kLookAwayNs);
+    }
+    if (doorbell_ != nullptr) rings_ = doorbell_->look();
+    progressed_ = false;
+}
+
 void Block::yield() {
     if (looks_ && ++yields_ % kYieldsPerClock == 0 && interruption_->due()) look_around();
     const uint32_t count = num_fibers_;
     if (count == 1) {
-        sched_yield();
+        end_round();
         return;
     }
     uint32_t next = running_;
     do {
         next = next + 1 == count ? 0 : next + 1;
-        if (next == 0) {  // a full round
-            if (!progressed_) sched_yield();
-            progressed_ = false;
-        }
+        if (next == 0) end_round();
     } while ((fibers_[next]->done || fibers_[next]->blocked) && next != running_);
     if (next != running_) switch_to(next);
 }

@@ -14,6 +14,8 @@
 #include <memory>
 #include <vector>
 
+#include "doorbell.hpp"
+
 namespace uccl_ep::host {
 
 // What the launching thread looks at while a kernel runs: whether the kernel is to end. `check` is called every
@@ -62,6 +64,9 @@ class Block {
 
     // Let other fibers run; when a whole round passed without progress(), yield the core.
     void yield();
+    // From now on, after some such rounds, wait for a ring of the doorbell, 50 us at most: whoever this rank waits
+    // for may need the core.
+    void share_core(Doorbell *doorbell) { doorbell_ = doorbell; }
     void progress() { progressed_ = true; }
     bool interrupted() const { return interruption_->asked(); }
 
@@ -80,6 +85,7 @@ class Block {
     };
     struct Fiber;
 
+    void end_round();
     void wait_at(Barrier &barrier, uint32_t expected);
     void switch_to(uint32_t next);
     void resume_scheduler();
@@ -97,6 +103,9 @@ class Block {
     bool vote_ = true;
     bool looks_ = false;
     uint32_t yields_ = 0;
+    Doorbell *doorbell_ = nullptr;  // nullptr: there is a core for each thread, so waits keep theirs
+    uint32_t rings_ = 0;            // of the doorbell, before this round
+    uint32_t idle_rounds_ = 0;
     Interruption *interruption_ = nullptr;
     const std::function<void()> *body_ = nullptr;
     std::unique_ptr<std::byte[]> shared_;

@@ -16,6 +16,14 @@ PYBIND11_MODULE(UCCL_EP_HOST_MODULE, module) {
     py::class_<Launcher>(module, "Launcher", py::module_local())
         .def(py::init([] { return std::make_unique<Launcher>(UCCL_EP_HOST_LANES); }))
         .def(
+            "share_cores",
+            [](Launcher &launcher) {
+                void (*const ring)(void *) = &Doorbell::ring;
+                return py::make_tuple(reinterpret_cast<uintptr_t>(ring),
+                                      reinterpret_cast<uintptr_t>(launcher.share_cores()));
+            },
+            "Waits give their core away from now on; returns the function and argument that end them early.")
+        .def(
             "launch",
             [](Launcher &launcher, const std::string &name, const std::string &parameters, uint32_t num_blocks,
                uint32_t num_warps, size_t shared_bytes) {

@@ -118,6 +118,14 @@ class HostBackend(GpuBackend):
     def limits(self) -> KernelLimits:
         return self._limits
 
+    @property
+    def waiting_threads(self) -> int:
+        return self._limits.max_blocks
+
+    def share_cores(self) -> tuple[int, int] | None:
+        function, argument = self._launcher.share_cores()
+        return function, argument
+
     def allocate_data_window(self, nbytes: int, *, for_transport: bool, device_memory: bool) -> Window:
         return HostWindow(shared_memory.create(nbytes), exported=True)
 

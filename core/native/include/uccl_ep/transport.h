@@ -6,7 +6,8 @@
  *
  * Threading. A lane belongs to exactly one proxy thread after connect: every function that takes a
  * lane is called by that thread alone. Functions without a lane may be called from any thread.
- * No function may block, sleep, abort or exit; one that cannot go on returns and is called again.
+ * No function may block, sleep, abort or exit; one that cannot go on returns and is called again. One that never
+ * returns is survived, at the price of its thread and of all memory that it may touch.
  *
  * Growth. `magic` and `size` come first; fields are only ever appended. A caller must treat a
  * pointer that lies beyond `size`, and any pointer that is NULL, as "not provided".
