@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import POINTER, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ulonglong, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_ulonglong, c_void_p
 from typing import Any
 
-from uccl_ep_core.device_runtime.driver import IPC_HANDLE_BYTES
+from uccl_ep_core.device_runtime.common_driver import IpcHandle, Names, Uuid
 
 LIBRARIES = ("libcuda.so.1", "libcuda.so")
 
-
-class IpcHandle(ctypes.Structure):
-    """CUipcMemHandle; passed by value."""
-
-    _fields_ = [("reserved", c_ubyte * IPC_HANDLE_BYTES)]
-
-
-class Uuid(ctypes.Structure):
-    """CUuuid."""
-
-    _fields_ = [("bytes", c_ubyte * 16)]
-
-
-SUCCESS = 0
-ERROR_NOT_READY = 600
 
 ATTRIBUTE_MAX_THREADS_PER_BLOCK = 1
 ATTRIBUTE_WARP_SIZE = 10
@@ -35,18 +19,11 @@ ATTRIBUTE_COOPERATIVE_LAUNCH = 95
 ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97
 ATTRIBUTE_DMA_BUF_SUPPORTED = 124
 
-EVENT_DISABLE_TIMING = 2
-STREAM_NON_BLOCKING = 1
-IPC_LAZY_ENABLE_PEER_ACCESS = 1
-HOST_REGISTER_PORTABLE = 1
-HOST_REGISTER_DEVICEMAP = 2
-RANGE_HANDLE_DMA_BUF_FD = 1
 POINTER_ATTRIBUTE_SYNC_MEMOPS = 6
 FUNCTION_MAX_DYNAMIC_SHARED_BYTES = 8
-CAPTURE_MODE_RELAXED = 2
 
 _Device = c_int
-_Pointer = c_uint64  # CUdeviceptr
+_Pointer = c_void_p  # CUdeviceptr, a number of 64 bits
 _Handle = c_void_p  # contexts, streams, events, modules, functions
 
 PROTOTYPES: dict[str, tuple[Any, ...]] = {
@@ -105,6 +82,40 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     ),
     "cuLaunchCooperativeKernel": (_Handle, *(c_uint,) * 7, _Handle, POINTER(c_void_p)),
 }
+
+NAMES = Names(
+    error_name="cuGetErrorName",
+    error_text="cuGetErrorString",
+    device_count="cuDeviceGetCount",
+    device_attribute="cuDeviceGetAttribute",
+    free="cuMemFree_v2",
+    fill_async="cuMemsetD8Async",
+    host_register="cuMemHostRegister_v2",
+    host_unregister="cuMemHostUnregister",
+    host_device_pointer="cuMemHostGetDevicePointer_v2",
+    ipc_export="cuIpcGetMemHandle",
+    ipc_open="cuIpcOpenMemHandle_v2",
+    ipc_close="cuIpcCloseMemHandle",
+    range_handle="cuMemGetHandleForAddressRange",
+    stream_priorities="cuCtxGetStreamPriorityRange",
+    stream_create="cuStreamCreateWithPriority",
+    stream_destroy="cuStreamDestroy_v2",
+    stream_query="cuStreamQuery",
+    stream_synchronize="cuStreamSynchronize",
+    stream_is_capturing="cuStreamIsCapturing",
+    stream_wait_event="cuStreamWaitEvent",
+    exchange_capture_mode="cuThreadExchangeStreamCaptureMode",
+    event_create="cuEventCreate",
+    event_destroy="cuEventDestroy_v2",
+    event_record="cuEventRecord",
+    event_query="cuEventQuery",
+    module_load="cuModuleLoadData",
+    module_unload="cuModuleUnload",
+    module_function="cuModuleGetFunction",
+    resident_blocks="cuOccupancyMaxActiveBlocksPerMultiprocessor",
+    launch="cuLaunchKernel",
+    launch_cooperative="cuLaunchCooperativeKernel",
+)
 
 OPTIONAL = ("cuFuncGetParamInfo", "cuMemGetHandleForAddressRange")
 """Newer than CUDA 11.4."""

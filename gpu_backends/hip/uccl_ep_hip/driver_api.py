@@ -6,21 +6,9 @@ import ctypes
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_ulonglong, c_void_p
 from typing import Any
 
-from uccl_ep_core.device_runtime.driver import IPC_HANDLE_BYTES
+from uccl_ep_core.device_runtime.common_driver import IpcHandle, Names, Uuid
 
 LIBRARIES = ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so", "/opt/rocm/lib/libamdhip64.so")
-
-
-class IpcHandle(ctypes.Structure):
-    """hipIpcMemHandle_t; passed by value."""
-
-    _fields_ = [("reserved", c_ubyte * IPC_HANDLE_BYTES)]
-
-
-class Uuid(ctypes.Structure):
-    """hipUUID."""
-
-    _fields_ = [("bytes", c_ubyte * 16)]
 
 
 class DeviceProperties(ctypes.Structure):
@@ -37,9 +25,6 @@ class DeviceProperties(ctypes.Structure):
     ]
 
 
-SUCCESS = 0
-ERROR_NOT_READY = 600
-
 ATTRIBUTE_COOPERATIVE_LAUNCH = 10
 ATTRIBUTE_MAX_THREADS_PER_BLOCK = 56
 ATTRIBUTE_MULTIPROCESSOR_COUNT = 63
@@ -48,13 +33,6 @@ ATTRIBUTE_WARP_SIZE = 87
 
 MALLOC_FINE_GRAINED = 1
 MALLOC_UNCACHED = 3
-EVENT_DISABLE_TIMING = 2
-STREAM_NON_BLOCKING = 1
-IPC_LAZY_ENABLE_PEER_ACCESS = 1
-HOST_REGISTER_PORTABLE = 1
-HOST_REGISTER_MAPPED = 2
-RANGE_HANDLE_DMA_BUF_FD = 1
-CAPTURE_MODE_RELAXED = 2
 COPY_HOST_TO_DEVICE = 1
 COPY_DEVICE_TO_HOST = 2
 
@@ -104,6 +82,40 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "hipModuleLaunchKernel": (_Handle, *(c_uint,) * 7, _Handle, POINTER(c_void_p), POINTER(c_void_p)),
     "hipModuleLaunchCooperativeKernel": (_Handle, *(c_uint,) * 7, _Handle, POINTER(c_void_p)),
 }
+
+NAMES = Names(
+    error_name="hipDrvGetErrorName",
+    error_text="hipDrvGetErrorString",
+    device_count="hipGetDeviceCount",
+    device_attribute="hipDeviceGetAttribute",
+    free="hipFree",
+    fill_async="hipMemsetAsync",
+    host_register="hipHostRegister",
+    host_unregister="hipHostUnregister",
+    host_device_pointer="hipHostGetDevicePointer",
+    ipc_export="hipIpcGetMemHandle",
+    ipc_open="hipIpcOpenMemHandle",
+    ipc_close="hipIpcCloseMemHandle",
+    range_handle="hipMemGetHandleForAddressRange",
+    stream_priorities="hipDeviceGetStreamPriorityRange",
+    stream_create="hipStreamCreateWithPriority",
+    stream_destroy="hipStreamDestroy",
+    stream_query="hipStreamQuery",
+    stream_synchronize="hipStreamSynchronize",
+    stream_is_capturing="hipStreamIsCapturing",
+    stream_wait_event="hipStreamWaitEvent",
+    exchange_capture_mode="hipThreadExchangeStreamCaptureMode",
+    event_create="hipEventCreateWithFlags",
+    event_destroy="hipEventDestroy",
+    event_record="hipEventRecord",
+    event_query="hipEventQuery",
+    module_load="hipModuleLoadData",
+    module_unload="hipModuleUnload",
+    module_function="hipModuleGetFunction",
+    resident_blocks="hipModuleOccupancyMaxActiveBlocksPerMultiprocessor",
+    launch="hipModuleLaunchKernel",
+    launch_cooperative="hipModuleLaunchCooperativeKernel",
+)
 
 OPTIONAL = ("hipMemGetHandleForAddressRange", "hipModuleLaunchCooperativeKernel")
 """Not in every release of ROCm 6."""
