@@ -68,7 +68,7 @@ def test_order_of_instructions(architecture: str, tmp_path: Path) -> None:
     (tmp_path / "k.hip").write_text(SOURCE)
     clang = [sys.executable, "-m", "ziglang", "clang", "-x", "hip", "--cuda-device-only", "-nogpuinc", "-nogpulib"]
     flags = [f"--offload-arch={architecture}", "-O3", "-std=c++20", "-DUCCL_EP_NO_STANDARD_HEADERS"]
-    include = [f"-I{ROOT}/gpu_backends/hip/native", f"-I{ROOT}/core/native/include"]
+    include = [f"-I{ROOT}/{folder}" for folder in ("gpu_backends/hip/native", "core/kernels", "core/native/include")]
     command = [*clang, *flags, *include, "-S", "k.hip", "-o", "k.s"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
     assembly = (tmp_path / "k.s").read_text()

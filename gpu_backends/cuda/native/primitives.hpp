@@ -27,7 +27,6 @@
 #include "bulk_copy.hpp"
 #include "staging.hpp"
 #include "vector_copy.hpp"
-#include "vector_run.hpp"
 
 // How core/kernels/numerics.hpp sums.
 #define UCCL_EP_DEVICE_RUN ::uccl_ep::device::LongRun
@@ -205,4 +204,13 @@ UCCL_EP_DEVICE uint16_t float_to_half(float value) {
     return bits;
 }
 
+// What registers hold, as something else of the same size.
+template <class To, class From>
+UCCL_EP_DEVICE void copy_bits(To &to, const From &from) {
+    static_assert(sizeof(To) == sizeof(From), "all bits have a place");
+    memcpy(&to, &from, sizeof(to));
+}
+
 }  // namespace uccl_ep::device
+
+#include "vector_run.hpp"

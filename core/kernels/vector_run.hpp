@@ -1,9 +1,8 @@
 // Sums of one run of elements, by 16-byte loads that neighbouring lanes make together: several of each row are on
 // their way at once, since a sum over rows is bound by the latency of its loads. The bits are those of ScalarRun
-// (core/kernels/numerics.hpp): the same additions in the same order.
+// (numerics.hpp): the same additions in the same order. For primitives of GPUs, which include it
+// at their end and give it `copy_bits`.
 #pragma once
-
-#include "vector_copy.hpp"
 
 namespace uccl_ep::device {
 
@@ -21,7 +20,7 @@ class VectorRun {
     static constexpr uint32_t kElements = kPieces * kPieceElements;
 
     UCCL_EP_DEVICE void clear() {
-#pragma unroll
+        UCCL_EP_UNROLL
         for (uint32_t i = 0; i < kElements; ++i) sums_[i] = 0;
     }
 
@@ -34,12 +33,12 @@ class VectorRun {
         Loaded loaded;
         if (is_aligned(from)) {
             RunPiece pieces[kPieces];
-#pragma unroll
+            UCCL_EP_UNROLL
             for (uint32_t i = 0; i < kPieces; ++i)
-                pieces[i] = reinterpret_cast<const RunPiece *>(from)[i * detail::kWavefront + detail::lane()];
-            __builtin_memcpy(loaded.value, pieces, sizeof(pieces));
+                pieces[i] = reinterpret_cast<const RunPiece *>(from)[i * kWarpSize + lane()];
+            copy_bits(loaded.value, pieces);
         } else {
-#pragma unroll
+            UCCL_EP_UNROLL
             for (uint32_t i = 0; i < kElements; ++i) loaded.value[i] = from[place(i)];
         }
         return loaded;
@@ -47,7 +46,7 @@ class VectorRun {
 
     template <bool kWeighted>
     UCCL_EP_DEVICE void add(const Loaded &loaded, Accumulator factor) {
-#pragma unroll
+        UCCL_EP_UNROLL
         for (uint32_t i = 0; i < kElements; ++i) {
             const Accumulator value = Element::load(loaded.value[i]);
             sums_[i] += kWeighted ? value * factor : value;
@@ -56,16 +55,15 @@ class VectorRun {
 
     UCCL_EP_DEVICE void store(Storage *to) const {
         Storage values[kElements];
-#pragma unroll
+        UCCL_EP_UNROLL
         for (uint32_t i = 0; i < kElements; ++i) values[i] = Element::store(sums_[i]);
         if (is_aligned(to)) {
             RunPiece pieces[kPieces];
-            __builtin_memcpy(pieces, values, sizeof(pieces));
-#pragma unroll
-            for (uint32_t i = 0; i < kPieces; ++i)
-                reinterpret_cast<RunPiece *>(to)[i * detail::kWavefront + detail::lane()] = pieces[i];
+            copy_bits(pieces, values);
+            UCCL_EP_UNROLL
+            for (uint32_t i = 0; i < kPieces; ++i) reinterpret_cast<RunPiece *>(to)[i * kWarpSize + lane()] = pieces[i];
         } else {
-#pragma unroll
+            UCCL_EP_UNROLL
             for (uint32_t i = 0; i < kElements; ++i) to[place(i)] = values[i];
         }
     }
@@ -73,7 +71,7 @@ class VectorRun {
   private:
     // Where element i of this lane lies in the warp's run.
     UCCL_EP_DEVICE static uint32_t place(uint32_t i) {
-        return (i / kPieceElements * detail::kWavefront + detail::lane()) * kPieceElements + i % kPieceElements;
+        return (i / kPieceElements * kWarpSize + lane()) * kPieceElements + i % kPieceElements;
     }
 
     // Rows of some hidden sizes start between two 16-byte boundaries.
