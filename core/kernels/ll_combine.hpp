@@ -2,7 +2,10 @@
 // dispatch; there the rows of a token are weighted and summed in increasing k.
 #pragma once
 
-#include "ll_dispatch.hpp"
+#include "block_memory.hpp"
+#include "ll_exchange.hpp"
+#include "numerics.hpp"
+#include "tokens.hpp"
 
 namespace uccl_ep {
 

@@ -84,6 +84,16 @@ struct CombineRows {
     }
 };
 
+// Header words of a low-latency dispatch message (MessageHeader.words).
+enum LowLatencyWord : uint32_t {
+    kWordMaxTokens = 0,
+    kWordNumTopk = 1,
+    kWordNumExperts = 2,
+    kWordQuantization = 3,
+    kWordCombineBase = 4,  // first row of the receiver's experts in the sender's combine inbox
+    kWordPayloadType = 5,  // of the caller's tensor, which is also that of the combine
+};
+
 // A low-latency dispatch message: header, rows per local expert, then the fields of all rows, each together.
 struct LowLatencyRows {
     uint64_t counts, payload, scales, expert, place, source, end;

@@ -1,4 +1,4 @@
-// Which tokens a channel, a rank or a domain gets, and their top-k indices.
+// Which tokens a channel, a rank or a domain gets; their top-k indices, and sums of their counts.
 #pragma once
 
 #include "stream.hpp"
@@ -53,6 +53,19 @@ UCCL_EP_DEVICE bool for_each_token(const uint8_t *is_token_in_rank, uint32_t num
         }
     }
     return true;
+}
+
+// Sum of `value` over the lanes below this one, and over all lanes; values are counts of tokens. A ballot a bit
+// costs less than as many dependent loads would.
+UCCL_EP_DEVICE uint32_t sum_below(uint32_t value, uint32_t *total) {
+    uint32_t below = 0;
+    *total = 0;
+    for (uint32_t bit = 0; bit < kLowLatencyTokenBits; ++bit) {
+        const device::LaneMask mask = device::ballot((value >> bit & 1) != 0);
+        below += device::population_count(mask & device::lanes_below()) << bit;
+        *total += device::population_count(mask) << bit;
+    }
+    return below;
 }
 
 }  // namespace uccl_ep

@@ -2,32 +2,13 @@
 #include "primitives.hpp"
 //
 #include "channel_device.hpp"
+#include "ring_atomics.hpp"
 #include "uccl_ep/command.hpp"
 #include "uccl_ep/ring.hpp"
 
 namespace {
 
 using namespace uccl_ep;
-
-// As in core/kernels/channel.hpp, which needs a group of ranks around it.
-struct Atomics {
-    UCCL_EP_DEVICE static uint64_t fetch_add_device(uint64_t *word, uint64_t n) {
-        return device::fetch_add_relaxed_device(word, n);
-    }
-    UCCL_EP_DEVICE static uint64_t load_relaxed_device(const uint64_t *word) {
-        return device::load_relaxed_system(word);
-    }
-    UCCL_EP_DEVICE static void store_release_device(uint64_t *word, uint64_t value) {
-        device::store_release_device(word, value);
-    }
-    UCCL_EP_DEVICE static uint64_t load_acquire_system(const uint64_t *word) {
-        return device::load_acquire_system(word);
-    }
-    UCCL_EP_DEVICE static void fence_system() { device::fence_system(); }
-    UCCL_EP_DEVICE static void store_slot(PackedCommand *slot, const PackedCommand &packed) {
-        device::store_command(slot->word, packed.word);
-    }
-};
 
 UCCL_EP_DEVICE Command command_of(uint32_t warp, uint64_t value) {
     return {Operation::kWriteSignal, warp % kMaxRanks, device::lane(), 7168, value * 64, value * 128, value};
@@ -42,7 +23,7 @@ __global__ void push_kernel(PushRun run) {
     for (uint64_t done = 0; done < run.per_lane; done += run.batch) {
         uint64_t first = 0;
         if (device::lane() == 0) {
-            first = ring_reserve<Atomics>(ring, uint64_t{run.batch} * device::kWarpSize,
+            first = ring_reserve<DeviceAtomics>(ring, uint64_t{run.batch} * device::kWarpSize,
                                           [deadline] { return device::now_ns() < deadline; });
         }
         first = device::broadcast(first);
@@ -50,7 +31,7 @@ __global__ void push_kernel(PushRun run) {
         device::fence_system();  // each lane publishes what it staged itself
         for (uint32_t i = 0; i < run.batch; ++i) {
             const uint64_t ticket = first + uint64_t{i} * device::kWarpSize + device::lane();
-            ring_fill<Atomics>(ring, ticket, command_of(warp, ticket + 1));
+            ring_fill<DeviceAtomics>(ring, ticket, command_of(warp, ticket + 1));
         }
     }
 }
@@ -85,11 +66,11 @@ __global__ void ping_kernel(PushRun run, uint64_t *signal, uint64_t rounds, uint
         if (kind == Ping::kWord) {
             device::store_relaxed_system(ring.slots[0].word, i + 1);
         } else if (kind == Ping::kCommand) {
-            ring_fill<Atomics>(ring, i, command);
+            ring_fill<DeviceAtomics>(ring, i, command);
         } else if (kind == Ping::kFence) {
             device::fence_system();
-            ring_fill<Atomics>(ring, i, command);
-        } else if (ring_push<Atomics>(ring, command, [] { return false; }) == kNoTicket) {
+            ring_fill<DeviceAtomics>(ring, i, command);
+        } else if (ring_push<DeviceAtomics>(ring, command, [] { return false; }) == kNoTicket) {
             return;
         }
         if (!wait_for<kind != Ping::kWord>(signal, i + 1, deadline)) return;

@@ -1,0 +1,247 @@
+// The receive half of a low-latency dispatch: messages are waited for, checked, and expanded expert by expert.
+#pragma once
+
+#include "block_memory.hpp"
+#include "ll_exchange.hpp"
+#include "numerics.hpp"
+#include "tokens.hpp"
+
+namespace uccl_ep {
+
+// Check a message against this rank's own call. One thread.
+UCCL_EP_DEVICE bool ll_check(const LowLatencyDispatchParameters &p, const MessageHeader &header, uint32_t source,
+                             uint64_t number) {
+    const LowLatencyShape &shape = p.shape;
+    constexpr Phase kPhase = Phase::kLowLatencyDispatchReceive;
+    const auto *words = header.words;
+    if (header.operation != number || header.kind != static_cast<uint32_t>(OperationKind::kLowLatencyDispatch)) {
+        uint64_t *detail = p.group.status->detail;
+        detail[0] = header.operation;
+        detail[1] = header.kind;
+        detail[2] = header.row_bytes;
+        detail[3] = shape.row_bytes;
+        fail(p.group, Reason::kMismatch, {kPhase, source, 0, static_cast<uint64_t>(OperationKind::kLowLatencyDispatch)},
+             number, 0);
+    } else if (words[kWordPayloadType] != shape.payload_type) {
+        fail_difference(p.group, kPhase, source, Difference::kDtype, words[kWordPayloadType], shape.payload_type);
+    } else if (words[kWordQuantization] != shape.quantization) {
+        fail_difference(p.group, kPhase, source, Difference::kQuantization, words[kWordQuantization],
+                        shape.quantization);
+    } else if (header.row_bytes != shape.row_bytes) {
+        fail_difference(p.group, kPhase, source, Difference::kRowBytes, header.row_bytes, shape.row_bytes);
+    } else if (words[kWordMaxTokens] != shape.max_tokens) {
+        fail_difference(p.group, kPhase, source, Difference::kMaxTokens, words[kWordMaxTokens], shape.max_tokens);
+    } else if (words[kWordNumTopk] != shape.num_topk) {
+        fail_difference(p.group, kPhase, source, Difference::kTopk, words[kWordNumTopk], shape.num_topk);
+    } else if (words[kWordNumExperts] != shape.num_experts) {
+        fail_difference(p.group, kPhase, source, Difference::kExperts, words[kWordNumExperts], shape.num_experts);
+    } else {
+        return true;
+    }
+    return false;
+}
+
+// What combine needs to know, and the caller's counts. One block.
+UCCL_EP_DEVICE void ll_write_counts(const LowLatencyDispatchParameters &p, const LowLatencyArrivals &arrivals,
+                                    uint32_t parity) {
+    const Group &group = p.group;
+    const uint32_t ranks = group.num_ranks(), local_experts = p.shape.num_experts / ranks;
+    const uint32_t warps = device::warps_per_block(), warp = device::warp_in_block();
+    const auto masked = [&](uint32_t rank) { return p.masked != nullptr && p.masked[rank] != 0; };
+    const auto counts_of = [&](uint32_t source) {
+        return reinterpret_cast<const int32_t *>(group.data + group.layout.ll_dispatch_inbox(parity, source) +
+                                                 sizeof(MessageHeader));
+    };
+    const uint32_t thread = warp * device::kWarpSize + device::lane();
+    for (uint32_t e = thread; e < local_experts; e += warps * device::kWarpSize) {
+        int32_t sum = 0;
+        for (uint32_t source = 0; source < ranks; ++source) {
+            const int32_t rows = masked(source) ? 0 : counts_of(source)[e];
+            p.begin[e * ranks + source] = arrivals.begin[e * ranks + source];
+            p.count[e * ranks + source] = rows;
+            if (p.layout_range != nullptr) {
+                p.layout_range[e * ranks + source] =
+                    static_cast<int64_t>(arrivals.begin[e * ranks + source]) << 32 | rows;
+            }
+            sum += rows;
+        }
+        p.receive_count[e] = sum;
+        if (p.statistics != nullptr) p.statistics[e] += sum;
+    }
+    for (uint32_t source = thread; source < ranks; source += warps * device::kWarpSize) {
+        const auto *header =
+            reinterpret_cast<const MessageHeader *>(group.data + group.layout.ll_dispatch_inbox(parity, source));
+        p.combine_base[source] = masked(source) ? 0 : static_cast<int32_t>(header->words[kWordCombineBase]);
+    }
+    // Where my experts' rows for each source begin in its combine inbox: a warp a source.
+    for (uint32_t source = warp; source < ranks; source += warps) {
+        uint32_t sum = 0;
+        for (uint32_t base = 0; base < local_experts; base += device::kWarpSize) {
+            const uint32_t e = base + device::lane();
+            const uint32_t rows =
+                e < local_experts && !masked(source) ? static_cast<uint32_t>(counts_of(source)[e]) : 0;
+            uint32_t total;
+            const uint32_t before = sum + sum_below(rows, &total);
+            if (e < local_experts) p.rows_before[e * ranks + source] = static_cast<int32_t>(before);
+            sum += total;
+        }
+        if (device::lane() == 0) p.rows_home[source] = static_cast<int32_t>(sum);
+    }
+}
+
+// Copy a piece of a row to its places in all experts of this rank. The whole warp.
+UCCL_EP_DEVICE void ll_expand_row(const LowLatencyDispatchParameters &p, const LowLatencyArrivals &arrivals,
+                                  uint32_t parity, uint32_t source, uint32_t row, uint32_t piece, uint32_t pieces) {
+    const Group &group = p.group;
+    const LowLatencyShape &shape = p.shape;
+    const uint32_t ranks = group.num_ranks(), topk = shape.num_topk;
+    const uint64_t rows_per_expert = uint64_t{ranks} * shape.max_tokens;
+    const uint8_t *message = group.data + group.layout.ll_dispatch_inbox(parity, source);
+    const LowLatencyRows at = LowLatencyRows::of(shape, ranks, arrivals.rows[source]);
+    const auto *experts = reinterpret_cast<const int32_t *>(message + at.expert) + uint64_t{row} * topk;
+    const auto *places = reinterpret_cast<const int32_t *>(message + at.place) + uint64_t{row} * topk;
+    const int32_t token = reinterpret_cast<const int32_t *>(message + at.source)[row];
+    uint64_t *list = arrivals.list + device::warp_in_block() * topk;
+    uint32_t *list_k = arrivals.list_k + device::warp_in_block() * topk;
+    uint32_t outputs = 0;
+    device::sync_warp();  // the list of the row before has been read
+    for (uint32_t base = 0; base < topk; base += device::kWarpSize) {
+        const uint32_t k = base + device::lane();
+        const int32_t expert = k < topk ? experts[k] : -1;
+        const int32_t place = k < topk ? places[k] : 0;
+        const device::LaneMask here = device::ballot(expert >= 0);
+        if (expert >= 0) {
+            const uint32_t i = outputs + device::population_count(here & device::lanes_below());
+            const auto within =
+                static_cast<uint32_t>(arrivals.begin[static_cast<uint32_t>(expert) * ranks + source] + place);
+            list[i] = static_cast<uint64_t>(expert) << 32 | within;
+            list_k[i] = k;
+        }
+        outputs += device::population_count(here);
+    }
+    device::sync_warp();
+    const auto out_row = [&](uint32_t i) { return (list[i] >> 32) * rows_per_expert + static_cast<uint32_t>(list[i]); };
+    const uint64_t bytes = align_up((shape.row_bytes + pieces - 1) / pieces, 512), begin = bytes * piece;
+    if (begin < shape.row_bytes) {
+        const uint8_t *payload = source == group.rank && p.own_in_place != 0
+                                     ? p.x + uint64_t{static_cast<uint32_t>(token)} * shape.row_bytes
+                                     : message + at.payload + uint64_t{row} * shape.row_bytes;
+        device::copy_to_many([&](uint32_t i) { return p.receive_x + out_row(i) * shape.row_bytes + begin; }, outputs,
+                             payload + begin, shape.row_bytes - begin < bytes ? shape.row_bytes - begin : bytes);
+    }
+    const uint32_t step = pieces * device::kWarpSize, first = piece * device::kWarpSize + device::lane();
+    const auto *scales = reinterpret_cast<const uint32_t *>(message + at.scales + uint64_t{row} * shape.scale_bytes);
+    const uint32_t groups = scale_groups(shape.hidden);
+    if (shape.quantization == static_cast<uint32_t>(Quantization::kFloat8Exponent)) {
+        // [L, groups / 4, rows] words of four exponents each
+        for (uint32_t g = first; g < align_up(groups, 4); g += step) {
+            const uint8_t exponent = g < groups ? static_cast<uint8_t>(scales[g] >> 23) : 0;
+            for (uint32_t i = 0; i < outputs; ++i) {
+                auto *to = p.receive_scales + (list[i] >> 32) * align_up(groups, 4) * rows_per_expert;
+                to[(uint64_t{g / 4} * rows_per_expert + static_cast<uint32_t>(list[i])) * 4 + g % 4] = exponent;
+            }
+        }
+    } else if (shape.scale_bytes != 0) {
+        for (uint32_t g = first; g < groups; g += step) {
+            const uint32_t scale = scales[g];
+            for (uint32_t i = 0; i < outputs; ++i) {
+                auto *to = reinterpret_cast<uint32_t *>(p.receive_scales) + (list[i] >> 32) * groups * rows_per_expert;
+                to[uint64_t{g} * rows_per_expert + static_cast<uint32_t>(list[i])] = scale;
+            }
+        }
+    }
+    if (piece != 0) return;
+    for (uint32_t i = device::lane(); i < outputs; i += device::kWarpSize) {
+        const uint64_t out = out_row(i);
+        p.source_index[out] = token;
+        if (source == group.rank)
+            p.own_row[uint64_t{static_cast<uint32_t>(token)} * topk + list_k[i]] = static_cast<int32_t>(out);
+    }
+}
+
+// The receive half. The whole grid.
+UCCL_EP_DEVICE void ll_dispatch_receive(const LowLatencyDispatchParameters &p) {
+    const Group &group = p.group;
+    const Layout &layout = group.layout;
+    const LowLatencyShape &shape = p.shape;
+    const uint32_t ranks = group.num_ranks(), local_experts = shape.num_experts / ranks;
+    uint64_t *received = Counters::at(group, SingleCounter::kLowLatencyDispatchReceived);
+    const uint64_t number = *received + 1;
+    const uint32_t parity = static_cast<uint32_t>(number & 1);
+    const uint32_t warp = device::warp_in_block(), warps = device::warps_per_block();
+    const auto masked = [&](uint32_t rank) { return p.masked != nullptr && p.masked[rank] != 0; };
+    const LowLatencyArrivals arrivals = LowLatencyArrivals::in(device::shared_memory(), ranks, warps, shape.num_topk);
+    // My own message never left: where I wrote it is where it is read. It has a signal all the same, since other
+    // blocks of this launch may be writing it.
+    const auto message_of = [&](uint32_t source) -> const uint8_t * {
+        return group.data + layout.ll_dispatch_inbox(parity, source);
+    };
+    bool ok = true;
+    for (uint32_t i = warp; i < ranks; i += warps) {
+        const uint32_t source = (group.rank + i) % ranks;
+        if (device::lane() != 0 || !looks_at(group, source)) continue;
+        const auto *header = reinterpret_cast<const MessageHeader *>(message_of(source));
+        if (!masked(source)) {
+            const bool timed = p.wait_cost != nullptr && device::block_index() == 0 && source != group.rank;
+            const uint64_t start = timed ? device::now_ns() : 0;
+            const uint32_t signal = layout.signal_index(SignalKind::kLowLatencyDispatch, source, 0);
+            ok = ok &&
+                 wait_or_leave_out(group, {Phase::kLowLatencyDispatchReceive, source, signal, number}, p.masked,
+                                   LowLatencyHalf::kDispatchReceive, number) &&
+                 (masked(source) || ll_check(p, *header, source, number));
+            if (timed) p.wait_cost[source] += static_cast<int64_t>(device::now_ns() - start);
+        }
+        arrivals.rows[source] = masked(source) ? 0 : header->rows;
+    }
+    ok = all_have_looked(group, ok);
+    for (uint32_t source = warp * device::kWarpSize + device::lane(); source < ranks && ok;
+         source += warps * device::kWarpSize) {
+        if (looks_at(group, source)) continue;
+        arrivals.rows[source] = masked(source) ? 0 : reinterpret_cast<const MessageHeader *>(message_of(source))->rows;
+    }
+    if (ok) {
+        for (uint32_t e = warp * device::kWarpSize + device::lane(); e < local_experts;
+             e += warps * device::kWarpSize) {
+            int32_t sum = 0;
+            constexpr uint32_t kAtOnce = 8;  // loads in flight
+            for (uint32_t base = 0; base < ranks; base += kAtOnce) {
+                int32_t rows[kAtOnce];
+                UCCL_EP_UNROLL
+                for (uint32_t i = 0; i < kAtOnce; ++i) {
+                    rows[i] = base + i < ranks && !masked(base + i)
+                                  ? reinterpret_cast<const int32_t *>(message_of(base + i) + sizeof(MessageHeader))[e]
+                                  : 0;
+                }
+                UCCL_EP_UNROLL
+                for (uint32_t i = 0; i < kAtOnce; ++i) {
+                    if (base + i < ranks) arrivals.begin[e * ranks + base + i] = sum;
+                    sum += rows[i];
+                }
+            }
+        }
+        device::sync_block();
+        uint32_t total = 0;
+        for (uint32_t source = 0; source < ranks; ++source) total += arrivals.rows[source];
+        // Few rows: several warps share one.
+        const uint32_t all_warps = device::num_blocks() * warps;
+        const uint32_t most = (shape.row_bytes + 511) / 512;
+        uint32_t pieces = total == 0 || all_warps <= total ? 1 : all_warps / total;
+        pieces = pieces < most ? pieces : most;
+        for (uint32_t item = device::block_index() * warps + warp; item < total * pieces; item += all_warps) {
+            uint32_t row = item / pieces, source = 0;
+            while (row >= arrivals.rows[source]) row -= arrivals.rows[source++];
+            ll_expand_row(p, arrivals, parity, source, row, item % pieces, pieces);
+        }
+        if (device::block_index() == device::num_blocks() - 1) ll_write_counts(p, arrivals, parity);
+    }
+    if (!last_block(group) || aborted(group)) return;
+    const uint32_t thread = warp * device::kWarpSize + device::lane();
+    for (uint32_t source = thread; source < ranks; source += warps * device::kWarpSize) {
+        if (source == group.rank) continue;  // one that is left out may be taken in again, and needs its credits then
+        raise_signal(group, source, layout.signal_index(SignalKind::kLowLatencyDispatchCredit, group.rank, 0), number,
+                     Phase::kLowLatencyDispatchReceive);
+    }
+    if (thread == 0) *received = number;
+}
+
+}  // namespace uccl_ep

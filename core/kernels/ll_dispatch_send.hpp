@@ -1,0 +1,157 @@
+// The send half of a low-latency dispatch: rows are cast where that was asked for, and written into one message a rank.
+#pragma once
+
+#include "ll_exchange.hpp"
+#include "ll_placing.hpp"
+#include "numerics.hpp"
+
+namespace uccl_ep {
+
+// Where a row of this block goes: the message to a rank, and what is known of its fields.
+struct LowLatencyRow {
+    uint8_t *message;
+    LowLatencyRows at;
+    uint32_t rank, row;
+};
+
+UCCL_EP_DEVICE LowLatencyRow ll_row(const LowLatencyDispatchParameters &p, const LowLatencyPlacing &placing,
+                                    uint32_t entry) {
+    const uint32_t ranks = p.group.num_ranks();
+    const uint32_t rank = static_cast<uint32_t>(placing.expert[entry]) / (p.shape.num_experts / ranks);
+    return {placing.message[rank],
+            LowLatencyRows::of(p.shape, ranks, static_cast<uint32_t>(placing.total[placing.experts + rank])), rank,
+            static_cast<uint32_t>(placing.row[entry])};
+}
+
+// Cast a token and write it into the messages of all its ranks, groups of a scale dealt to the warps of the block;
+// several groups are in flight in a warp, since a load takes longer than all the rest.
+UCCL_EP_DEVICE void ll_write_cast(const LowLatencyDispatchParameters &p, const LowLatencyPlacing &placing,
+                                  uint32_t first_entry, uint32_t token) {
+    constexpr uint32_t kGroups = device::kWarpSize == 1 ? 1 : 5;  // in flight: 60 in a block of 12 warps
+    const LowLatencyShape &shape = p.shape;
+    const auto type = static_cast<PayloadType>(shape.payload_type);
+    const uint8_t *x = p.x + uint64_t{token} * shape.hidden * (type == PayloadType::kFloat32 ? 4 : 2);
+    const bool power_of_two = shape.quantization != static_cast<uint32_t>(Quantization::kFloat8);
+    const uint32_t warps = device::warps_per_block(), groups = scale_groups(shape.hidden);
+    for (uint32_t base = device::warp_in_block(); base < groups; base += kGroups * warps) {
+        GroupCast casts[kGroups];
+        UCCL_EP_UNROLL
+        for (uint32_t i = 0; i < kGroups; ++i) {
+            const uint32_t group = base + i * warps;
+            if (group >= groups) break;
+            if (type == PayloadType::kBfloat16) {
+                casts[i].load<Bfloat16>(x, shape.hidden, group);
+            } else if (type == PayloadType::kFloat16) {
+                casts[i].load<Float16>(x, shape.hidden, group);
+            } else {
+                casts[i].load<Float32>(x, shape.hidden, group);
+            }
+        }
+        UCCL_EP_UNROLL
+        for (uint32_t i = 0; i < kGroups; ++i) {
+            if (base + i * warps < groups) casts[i].cast(power_of_two);
+        }
+        for (uint32_t k = 0; k < shape.num_topk; ++k) {
+            if (placing.row[first_entry + k] < 0) continue;
+            const LowLatencyRow to = ll_row(p, placing, first_entry + k);
+            uint8_t *payload = to.message + to.at.payload + uint64_t{to.row} * shape.row_bytes;
+            auto *scales = reinterpret_cast<float *>(to.message + to.at.scales + uint64_t{to.row} * shape.scale_bytes);
+            UCCL_EP_UNROLL
+            for (uint32_t i = 0; i < kGroups; ++i) {
+                const uint32_t group = base + i * warps;
+                if (group >= groups) break;
+                casts[i].store(payload, shape.hidden, group);
+                if (device::lane() == 0) scales[group] = casts[i].scale();
+            }
+        }
+    }
+}
+
+// Write a token into the messages of all its ranks. The whole block.
+UCCL_EP_DEVICE void ll_write_token(const LowLatencyDispatchParameters &p, const LowLatencyPlacing &placing,
+                                   uint32_t first_entry, uint32_t token) {
+    const Group &group = p.group;
+    const LowLatencyShape &shape = p.shape;
+    const uint32_t warp = device::warp_in_block(), warps = device::warps_per_block(), topk = shape.num_topk;
+    if (shape.quantization == static_cast<uint32_t>(Quantization::kNone)) {
+        const uint64_t piece = align_up((shape.row_bytes + warps - 1) / warps, 512);
+        const uint64_t begin = piece * warp;
+        const uint64_t bytes = begin >= shape.row_bytes          ? 0
+                               : shape.row_bytes - begin < piece ? shape.row_bytes - begin
+                                                                 : piece;
+        for (uint32_t k = 0; k < topk && bytes != 0; ++k) {
+            if (placing.row[first_entry + k] < 0) continue;
+            const LowLatencyRow to = ll_row(p, placing, first_entry + k);
+            if (to.rank == group.rank && p.own_in_place != 0) continue;
+            device::copy(to.message + to.at.payload + uint64_t{to.row} * shape.row_bytes + begin,
+                         p.x + uint64_t{token} * shape.row_bytes + begin, bytes);
+        }
+    } else {
+        ll_write_cast(p, placing, first_entry, token);
+    }
+    const uint32_t local_experts = shape.num_experts / group.num_ranks();
+    uint32_t destination = 0;
+    for (uint32_t k = 0; k < topk; ++k) {
+        if (placing.row[first_entry + k] < 0) continue;
+        if (destination++ % warps != warp) continue;
+        const LowLatencyRow to = ll_row(p, placing, first_entry + k);
+        auto *experts = reinterpret_cast<int32_t *>(to.message + to.at.expert) + uint64_t{to.row} * topk;
+        auto *places = reinterpret_cast<int32_t *>(to.message + to.at.place) + uint64_t{to.row} * topk;
+        for (uint32_t i = device::lane(); i < topk; i += device::kWarpSize) {
+            const int32_t local = placing.expert[first_entry + i] - static_cast<int32_t>(to.rank * local_experts);
+            const bool here = local >= 0 && static_cast<uint32_t>(local) < local_experts;
+            experts[i] = here ? local : -1;
+            places[i] = placing.place[first_entry + i];
+        }
+        if (device::lane() == 0)
+            reinterpret_cast<int32_t *>(to.message + to.at.source)[to.row] = static_cast<int32_t>(token);
+    }
+}
+
+// The send half. The whole grid.
+UCCL_EP_DEVICE void ll_dispatch_send(const LowLatencyDispatchParameters &p) {
+    const Group &group = p.group;
+    const Layout &layout = group.layout;
+    const uint32_t ranks = group.num_ranks();
+    const uint32_t blocks = device::num_blocks(), block = device::block_index();
+    uint64_t *sent = Counters::at(group, SingleCounter::kLowLatencyDispatchSent);
+    const uint64_t number = *sent + 1;
+    const uint32_t parity = static_cast<uint32_t>(number & 1);
+    const auto masked = [&](uint32_t rank) { return p.masked != nullptr && p.masked[rank] != 0; };
+    const LowLatencyPlacing placing =
+        LowLatencyPlacing::in(device::shared_memory(), p.shape.num_experts, ranks, p.num_chunks,
+                              (p.num_tokens + blocks - 1) / blocks * p.shape.num_topk);
+    const auto wait_room = [&] {
+        return ll_wait_room(group, SignalKind::kLowLatencyDispatchCredit, SignalKind::kLowLatencyDispatch, number,
+                            Counters::ticket(group, parity, 0), Phase::kLowLatencyDispatchSend, p.masked,
+                            LowLatencyHalf::kDispatchSend);
+    };
+    // A rank that the wait leaves out must be known before rows are placed; without a mask, placing costs no time while
+    // credits are on their way.
+    bool ok = p.masked == nullptr || wait_room();
+    ll_place_rows(p, placing, parity);
+    if (p.masked == nullptr) ok = wait_room();
+    if (ok) {
+        if (device::warp_in_block() == device::warps_per_block() - 1) ll_place_home(p, placing, number);
+        for (uint32_t token = block; token < p.num_tokens; token += blocks) {
+            ll_write_token(p, placing, token / blocks * p.shape.num_topk, token);
+        }
+    }
+    // The last block has seen the others' arrival, so its signals carry their rows too.
+    if (!last_block(group) || aborted(group)) return;
+    const uint32_t thread = device::warp_in_block() * device::kWarpSize + device::lane();
+    for (uint32_t i = thread; i < ranks; i += device::warps_per_block() * device::kWarpSize) {
+        const uint32_t rank = (group.rank + i) % ranks;
+        if (masked(rank)) continue;
+        const LowLatencyRows at =
+            LowLatencyRows::of(p.shape, ranks, static_cast<uint32_t>(placing.total[placing.experts + rank]));
+        uint64_t ticket = 0;
+        ll_send(group, rank, SignalKind::kLowLatencyDispatch,
+                layout.has_remote ? layout.ll_dispatch_outbox(parity, rank) : 0,
+                layout.ll_dispatch_inbox(parity, group.rank), at.end, number, Phase::kLowLatencyDispatchSend, &ticket);
+        if (!group.is_local(rank)) *Counters::ticket(group, parity, rank) = ticket + 1;
+    }
+    if (thread == 0) *sent = number;
+}
+
+}  // namespace uccl_ep
