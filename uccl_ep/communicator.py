@@ -17,7 +17,7 @@ from uccl_ep_core.kernel_parameters import BarrierParameters, Group, KernelStatu
 
 from .connection import Connection
 from .failures import peer_failure
-from .grids import LOCAL_WARPS, full_grid
+from .grids import LOCAL_WARPS, full_grid, low_latency_grid
 
 
 class Communicator(Connection):
@@ -78,6 +78,10 @@ class Communicator(Connection):
     def local_grid(self) -> dict[str, int]:
         """The grid of a kernel whose warps do not wait for each other: all that run at once."""
         return full_grid(self.backend.limits, LOCAL_WARPS)
+
+    def low_latency_grid(self) -> dict[str, int]:
+        """The grid of a low-latency kernel, whose blocks all wait for all ranks."""
+        return low_latency_grid(self.backend.limits, self.staged)
 
     def ensure_usable(self) -> None:
         """Raise when the buffer was destroyed, or an earlier failure closed it."""

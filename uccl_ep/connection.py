@@ -221,6 +221,7 @@ class Connection:
     def _allocate(self, remote: bool) -> None:
         backend = self.backend
         device_memory = remote and self.transport.capabilities.device_memory
+        self.staged = remote and not device_memory  # the data window lies in host memory
         data_bytes = self.layout.data_bytes()
         if data_bytes > _native.MAX_WINDOW_BYTES:
             raise CapabilityError(

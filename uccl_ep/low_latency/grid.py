@@ -6,7 +6,6 @@ from uccl_ep_core._native import kernels
 from uccl_ep_core.errors import ArgumentError
 
 from ..communicator import Communicator
-from ..grids import MEETING_WARPS, full_grid
 
 
 def dispatch_grid(
@@ -17,7 +16,7 @@ def dispatch_grid(
     Raises:
         ArgumentError: the device has too little shared memory for so many experts.
     """
-    grid, limits = full_grid(communicator.backend.limits, MEETING_WARPS), communicator.backend.limits
+    grid, limits = communicator.low_latency_grid(), communicator.backend.limits
     entries = -(-num_tokens // grid["num_blocks"]) * num_topk
 
     def placing_bytes(num_chunks: int) -> int:

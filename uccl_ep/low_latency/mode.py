@@ -11,7 +11,6 @@ from uccl_ep_core.errors import HandleError
 from uccl_ep_core.kernel_parameters import Quantization
 
 from ..communicator import Communicator
-from ..grids import MEETING_WARPS, full_grid
 from .combining import Returning, combine_parameters
 from .dispatching import Incoming, Outgoing, dispatch_parameters, new_state
 from .grid import dispatch_grid
@@ -140,7 +139,7 @@ class LowLatency:
         self._receive_halves.check_room("combine")
         self._receive_halves.check_received(state.generation)
         parameters = combine_parameters(communicator.group_struct(), returning, state, self.mask, own_in_place=at_once)
-        grid = full_grid(communicator.backend.limits, MEETING_WARPS)
+        grid = communicator.low_latency_grid()
         terms_bytes = kernels.low_latency_terms_bytes(grid["warps"], state.shape.num_topk)
         hook = self._receive_halves.start(
             "combine", state.generation, parameters, grid,
