@@ -6,18 +6,18 @@ import abc
 import ctypes
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import shared_memory
-from ..errors import ArgumentError, BackendUnavailableError, BufferClosedError, ConfigurationError
+from ..errors import ArgumentError, BufferClosedError, ConfigurationError
 from ..gpu_backend import Event, GpuBackend, KernelLimits, Window
-from ..transport import Device, Memory
-from .driver import DeviceFacts, Driver, DriverError
+from ..transport import Memory
+from .discovery import VendorDevices
+from .driver import DeviceFacts, Driver
 from .events import RuntimeEvent, poll
 from .kernels import KernelTable
-from .library import LibraryNotFoundError
 from .torch_device import TorchDevice
 from .windows import (
     RuntimeWindow,
@@ -34,14 +34,8 @@ if TYPE_CHECKING:
 _SHARED_ALIGNMENT = 128  # bytes; the staging behind a kernel's own shared memory starts aligned
 
 
-class RuntimeBackend(GpuBackend, abc.ABC):
+class RuntimeBackend(VendorDevices, GpuBackend, abc.ABC):
     """One device. A vendor's subclass names its devices, opens its driver and compiles for a device.
-
-    Attributes:
-        VENDOR: what devices are called: ``VENDOR:ordinal``.
-        DRIVER_REMEDY: what to do where the driver is missing or fails.
-        DEVICE_REMEDY: where it sees no device.
-        TORCH_REMEDY: where torch cannot use the device.
 
     Args:
         driver: the vendor's driver.
@@ -51,77 +45,14 @@ class RuntimeBackend(GpuBackend, abc.ABC):
         max_blocks: blocks of a launch that wait for each other; 0: one a multiprocessor.
     """
 
-    VENDOR: ClassVar[str]
-    DRIVER_REMEDY: ClassVar[str]
-    DEVICE_REMEDY: ClassVar[str]
-    TORCH_REMEDY: ClassVar[str]
-
-    @classmethod
-    @abc.abstractmethod
-    def open_driver(cls, options: Mapping[str, Any]) -> Driver:
-        """The driver, one a process. Raises `LibraryNotFoundError` or `DriverError`."""
-
-    @classmethod
-    @abc.abstractmethod
-    def refuse(cls, facts: DeviceFacts) -> tuple[str, str] | None:
-        """Why this device cannot be used, and the remedy; None where it can."""
-
     @classmethod
     @abc.abstractmethod
     def make_kernels(cls, driver: Driver, facts: DeviceFacts, options: Mapping[str, Any]) -> KernelTable:
         """All kernels for this device, whose context is current."""
 
     @classmethod
-    @abc.abstractmethod
-    def torch_device_of(cls, ordinal: int) -> TorchDevice:
-        """Where tensors and the current stream come from."""
-
-    @classmethod
-    def probe(cls, options: Mapping[str, Any]) -> Sequence[Device]:
-        try:
-            driver = cls.open_driver(options)
-            ordinals = range(driver.device_count())
-        except LibraryNotFoundError as error:
-            return [Device(cls.VENDOR, False, f"its driver is not here: {error}", cls.DRIVER_REMEDY)]
-        except DriverError as error:
-            return [Device(cls.VENDOR, False, str(error), cls.DRIVER_REMEDY)]
-        if not ordinals:
-            return [Device(cls.VENDOR, False, "the driver sees no device", cls.DEVICE_REMEDY)]
-        return [cls._judge(driver, ordinal) for ordinal in ordinals]
-
-    @classmethod
-    def _judge(cls, driver: Driver, ordinal: int) -> Device:
-        name = f"{cls.VENDOR}:{ordinal}"
-        try:
-            facts = driver.facts(ordinal)
-        except DriverError as error:
-            return Device(name, False, str(error), cls.DRIVER_REMEDY)
-        details = {
-            "name": facts.name,
-            "architecture": facts.architecture,
-            "pci_address": facts.pci_address,
-            "multiprocessors": facts.multiprocessors,
-            "cooperative_launch": facts.cooperative,
-            "dmabuf": facts.dmabuf,
-        }
-        refused = cls.refuse(facts)
-        if refused is not None:
-            return Device(name, False, *refused, details)
-        problem = cls.torch_device_of(ordinal).unavailable_because()
-        if problem:
-            return Device(name, False, problem, cls.TORCH_REMEDY, details)
-        return Device(name, True, f"{facts.name}, {facts.architecture}", "", details)
-
-    @classmethod
     def open(cls, device: str | None, options: Mapping[str, Any]) -> Self:
-        ordinal = cls._ordinal(device)
-        devices = cls.probe(options)
-        chosen = next((found for found in devices if found.name in (f"{cls.VENDOR}:{ordinal}", cls.VENDOR)), None)
-        if chosen is None:
-            names = ", ".join(found.name for found in devices)
-            raise BackendUnavailableError(f"there is no device {cls.VENDOR}:{ordinal}; there are: {names}")
-        if not chosen.usable:
-            raise BackendUnavailableError(f"{chosen.name} cannot be used: {chosen.reason}. {chosen.remedy}")
+        ordinal = cls.choose(device, options)
         settings = {name: option.default for name, option in cls.OPTIONS.items()} | dict(options)
         return cls(
             cls.open_driver(options),
@@ -130,19 +61,6 @@ class RuntimeBackend(GpuBackend, abc.ABC):
             lambda driver, facts: cls.make_kernels(driver, facts, settings),
             settings["max_blocks"],
         )
-
-    @classmethod
-    def _ordinal(cls, device: str | None) -> int:
-        # Devices have this vendor's name or torch's, which may differ; "1" is short for either.
-        torch_device = cls.torch_device_of(0)
-        kind, _, number = (device or cls.VENDOR).partition(":")
-        if kind.isdigit() and not number:
-            kind, number = cls.VENDOR, kind
-        if kind not in (cls.VENDOR, torch_device.device.type) or not (number.isdigit() or number == ""):
-            raise BackendUnavailableError(f"there is no device {device!r}; expected for example '{cls.VENDOR}:0'")
-        if number:
-            return int(number)
-        return 0 if torch_device.unavailable_because() else torch_device.current_ordinal()
 
     def __init__(
         self,
