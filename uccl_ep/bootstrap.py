@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from uccl_ep_core.errors import ArgumentError, EPError, TransportError
+from uccl_ep_core.errors import ArgumentError, ConfigurationError, EPError, TransportError
 
 from .roll_call import ProcessName, RollCall, store_of
 
@@ -129,3 +129,16 @@ def together(bootstrap: Bootstrap, stage: str, step: Callable[[], T]) -> T:
         if report is not None:
             raise TransportError(f"{stage} failed on rank {rank}: {report}")
     return result  # type: ignore[return-value]
+
+
+def agree(bootstrap: Bootstrap, stage: str, mine: Mapping[str, object]) -> None:
+    """Raise `ConfigurationError` on every rank where a value differs between ranks; all give the same names."""
+    everyone = bootstrap.all_gather(mine, stage)
+    for name in mine:
+        values = [other[name] for other in everyone]
+        if any(value != values[0] for value in values):
+            odd = next(rank for rank, value in enumerate(values) if value != values[0])
+            raise ConfigurationError(
+                f"{name} differs between ranks: {values[0]!r} on rank 0, {values[odd]!r} on rank {odd}; "
+                "give every rank the same value"
+            )

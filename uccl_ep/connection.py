@@ -12,10 +12,10 @@ import torch
 
 from uccl_ep_core import _native, numa, ordering
 from uccl_ep_core.config import Configuration
-from uccl_ep_core.errors import BufferClosedError, CapabilityError, ConfigurationError, EPError
+from uccl_ep_core.errors import BufferClosedError, CapabilityError, EPError
 from uccl_ep_core.gpu_backend import Window
 
-from .bootstrap import Bootstrap, together
+from .bootstrap import Bootstrap, agree, together
 from .cores import Cores, Place
 from .domains import ranks_per_domain, reachable_ranks
 from .low_latency.capacity import LowLatencyCapacity
@@ -94,8 +94,17 @@ class Connection:
         overrides: Mapping[str, Any] | None,
         equal: Mapping[str, Any],
     ) -> None:
-        bootstrap, resources = self.bootstrap, self._resources
+        """All steps of the set-up, in order. Each is agreed on by all ranks, so that a failure raises on every one."""
+        self._open_backend(torch_device, overrides)
+        self._agree_on_options({"num_rdma_bytes": low_latency_bytes, **equal})
+        remote = self._find_domains()
+        self._lay_out(low_latency_bytes, bool(remote))
+        identities = self._share_windows(bool(remote))
+        if remote:
+            self._join_transport(remote)
+        self._start(identities)
 
+    def _open_backend(self, torch_device: torch.device, overrides: Mapping[str, Any] | None) -> None:
         def configure() -> Any:
             if self.num_ranks > _native.MAX_RANKS:
                 raise CapabilityError(f"{self.num_ranks} ranks: at most {_native.MAX_RANKS} are supported")
@@ -104,17 +113,17 @@ class Connection:
             return configuration, selection, selection.plugin.open(selection.device, selection.options)
 
         self.configuration, self._backend_selection, self.backend = together(
-            bootstrap, "opening the GPU backend", configure
+            self.bootstrap, "opening the GPU backend", configure
         )
-        resources.backend = self.backend
-        general = self.general = self.configuration.general
-        logger.setLevel(general.log_level.upper())
-        self._agree_on_options({"num_rdma_bytes": low_latency_bytes, **equal})
-        self.slot_bytes = general.slot_bytes or (
-            HOST_SLOT_BYTES if self.backend.torch_device.type == "cpu" else GPU_SLOT_BYTES
-        )
-        places = bootstrap.all_gather(Place.here(), "comparing hosts")
-        self._one_host = len({place.host for place in places}) == 1
+        self._resources.backend = self.backend
+        self.general = self.configuration.general
+        logger.setLevel(self.general.log_level.upper())
+
+    def _find_domains(self) -> list[int]:
+        """Find out who reaches whose memory; returns the ranks that a transport must reach, which is opened then."""
+        bootstrap, general = self.bootstrap, self.general
+        self._places = bootstrap.all_gather(Place.here(), "comparing hosts")
+        self._one_host = len({place.host for place in self._places}) == 1
         self.reachable = reachable_ranks(bootstrap, self.backend)
         self.ranks_per_domain = ranks_per_domain(self.reachable, general.domain_size)
         self.num_domains = self.num_ranks // self.ranks_per_domain
@@ -123,10 +132,15 @@ class Connection:
         remote = [rank for rank in range(self.num_ranks) if rank not in self.domain_ranks]
         wanted = general.num_channels or self._automatic_channels()
         self.num_channels = min(bootstrap.all_gather(wanted, "agreeing on channels"))
-
         if remote or general.transport != "auto":  # a named transport must be usable, needed or not
             together(bootstrap, "opening the transport", self._open_transport)
-        self.capacity = LowLatencyCapacity.of(low_latency_bytes, self.num_ranks, remote=bool(remote))
+        return remote
+
+    def _lay_out(self, low_latency_bytes: int, has_remote: bool) -> None:
+        general = self.general
+        on_cpu = self.backend.torch_device.type == "cpu"
+        self.slot_bytes = general.slot_bytes or (HOST_SLOT_BYTES if on_cpu else GPU_SLOT_BYTES)
+        self.capacity = LowLatencyCapacity.of(low_latency_bytes, self.num_ranks, remote=has_remote)
         self.layout = _native.Layout(
             num_ranks=self.num_ranks,
             ranks_per_domain=self.ranks_per_domain,
@@ -136,10 +150,15 @@ class Connection:
             ll_dispatch_bytes=self.capacity.dispatch_bytes,
             ll_combine_bytes=self.capacity.combine_bytes,
             ll_outbox_bytes=self.capacity.outbox_bytes,
-            has_remote=bool(remote),
+            has_remote=has_remote,
         )
-        self.cores = Cores.of(places, self.rank, self.backend.waiting_threads + (general.num_proxies if remote else 0))
-        together(bootstrap, "allocating windows", lambda: self._allocate(bool(remote)))
+        num_proxies = general.num_proxies if has_remote else 0
+        self.cores = Cores.of(self._places, self.rank, self.backend.waiting_threads + num_proxies)
+
+    def _share_windows(self, has_remote: bool) -> dict[int, Any]:
+        """Allocate this rank's windows and import those of its domain; returns the identity of every other rank."""
+        bootstrap = self.bootstrap
+        together(bootstrap, "allocating windows", lambda: self._allocate(has_remote))
         peers = bootstrap.all_gather(
             (
                 self.backend.export_window(self.data),
@@ -149,8 +168,7 @@ class Connection:
             "exchanging windows",
         )
         together(bootstrap, "importing windows of the scale-up domain", lambda: self._import(peers))
-        identities = {rank: identity for rank, (_, _, identity) in enumerate(peers) if rank != self.rank}
-        self.verdicts = resources.verdicts = _native.Verdicts(
+        self.verdicts = self._resources.verdicts = _native.Verdicts(
             self.rank,
             self.layout,
             self.control.memory.pointer,
@@ -161,17 +179,21 @@ class Connection:
             },
             self._shrink,
         )
-        if remote:
-            addresses = bootstrap.all_gather(
-                together(bootstrap, "registering windows with the transport", self._register),
-                "exchanging addresses of the transport",
-            )
-            together(bootstrap, "connecting the transport", lambda: self._connect(addresses, remote))
-        self._monitor = resources.monitor = _native.PeerMonitor(
-            self.verdicts, identities, min(5.0, max(general.timeout_s, 0.05))
+        return {rank: identity for rank, (_, _, identity) in enumerate(peers) if rank != self.rank}
+
+    def _join_transport(self, remote: list[int]) -> None:
+        addresses = self.bootstrap.all_gather(
+            together(self.bootstrap, "registering windows with the transport", self._register),
+            "exchanging addresses of the transport",
+        )
+        together(self.bootstrap, "connecting the transport", lambda: self._connect(addresses, remote))
+
+    def _start(self, identities: dict[int, Any]) -> None:
+        self._monitor = self._resources.monitor = _native.PeerMonitor(
+            self.verdicts, identities, min(5.0, max(self.general.timeout_s, 0.05))
         )
         self._monitor.start()
-        together(bootstrap, "starting", lambda: None)  # nobody writes before all are ready
+        together(self.bootstrap, "starting", lambda: None)  # nobody writes before all are ready
         logger.info("rank %d of %d: %s", self.rank, self.num_ranks, self.describe())
 
     def _agree_on_options(self, arguments: Mapping[str, Any]) -> None:
@@ -186,15 +208,7 @@ class Connection:
             "plan": general.plan,
             **arguments,
         }
-        everyone = self.bootstrap.all_gather(mine, "agreeing on options")
-        for name in mine:
-            values = [other[name] for other in everyone]
-            if any(value != values[0] for value in values):
-                odd = next(rank for rank, value in enumerate(values) if value != values[0])
-                raise ConfigurationError(
-                    f"{name} differs between ranks: {values[0]!r} on rank 0, {values[odd]!r} on rank {odd}; "
-                    "give every rank the same value"
-                )
+        agree(self.bootstrap, "agreeing on options", mine)
 
     @property
     def dispatch_roles(self) -> int:
