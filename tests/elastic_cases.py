@@ -70,6 +70,49 @@ def _check_received(got: Any, want: Any, name: str, rows: int, arrived: Tensor |
     check_equal(name, got[keep].contiguous(), want[keep].contiguous())
 
 
+class Expected:
+    """What a dispatch must return.
+
+    Args:
+        want: as from `reference_v2.dispatch`.
+        most_rows: of outputs that are as long as they could be; None: those of ``want``.
+    """
+
+    def __init__(self, want: Any, expand: bool, padding: bool, tma: bool, most_rows: int | None) -> None:
+        self.want, self.expand, self.tma = want, expand, tma
+        self.num_rows = want.x.shape[0] if most_rows is None else most_rows
+        self.rows, self.slots = want.metadata.shape[0], want.metadata[:, 2:].long()
+        self.arrived: Tensor | None = None
+        if expand and not padding:
+            self.arrived = torch.zeros(want.x.shape[0], dtype=torch.bool)
+            self.arrived[self.slots[self.slots >= 0]] = True
+
+    def check(self, name: str, recv: Any, recv_weights: Any, with_weights: bool) -> None:
+        """Compare received rows, scales and weights."""
+        want, (got, scales) = self.want, recv if isinstance(recv, tuple) else (recv, None)
+        check_equal(f"rows of {name}", got.shape[0], self.num_rows)
+        rows = want.x.shape[0] if self.expand else self.rows
+        _check_received(got, want.x, name, rows, self.arrived)
+        _check_received(scales, want.scales, f"{name}, scales", rows, self.arrived)
+        if self.tma and scales is not None and scales.shape[0]:
+            pitch = reference_v2.align(scales.shape[0], 16 // scales.element_size())
+            check_equal("strides of column-major scales", scales.stride(), (1, pitch))
+        if with_weights and want.topk_weights is not None:
+            check_equal(f"{name}, weights", recv_weights[: want.topk_weights.shape[0]], want.topk_weights)
+        else:
+            assert recv_weights is None
+
+    def expert_outputs(self, handle: Any, outputs: Tensor) -> Tensor:
+        """The rows to combine, of the picks' outputs [rows, topk, hidden]; NaN where none stands."""
+        rows = handle.num_expanded_tokens if self.expand else handle.num_recv_tokens
+        y = torch.full((rows, outputs.shape[2]), float("nan"), dtype=outputs.dtype)
+        if self.expand:
+            y[self.slots[self.slots >= 0]] = outputs[self.slots >= 0]
+        else:
+            y[: self.rows] = sum_in_order(outputs, self.slots >= 0)
+        return y
+
+
 def elastic(
     ctx: Context, *, hidden: int = 64, topk: int = 4, experts: int = 0, tokens: list[int], routing: str = "random",
     dtype: str = "bf16", index: str = "int64", weights: bool = True, bias: int = 0, cached: bool = True,
@@ -109,64 +152,35 @@ def elastic(
         rank, inputs.xs, inputs.ids, experts, most, topk_weights=inputs.weights, scales=inputs.scales,
         expert_alignment=alignment, expand=expand, num_scaleup_ranks=scaleup,
     )  # fmt: skip
-    rows, slots = want.metadata.shape[0], want.metadata[:, 2:].long()
-    arrived = None
-    if expand and not padding:
-        arrived = torch.zeros(want.x.shape[0], dtype=torch.bool)
-        arrived[slots[slots >= 0]] = True
-
-    def check_rows(name: str, recv: Any, recv_weights: Any, with_weights: bool) -> None:
-        got, scales = recv if isinstance(recv, tuple) else (recv, None)
-        if cpu_sync:
-            check_equal(f"rows of {name}", got.shape[0], want.x.shape[0])
-        elif expand:
-            picks = n * most * min(topk, local)
-            check_equal(f"rows of {name}", got.shape[0], reference_v2.align(picks + local * (alignment - 1), alignment))
-        else:
-            check_equal(f"rows of {name}", got.shape[0], n * most)
-        _check_received(got, want.x, name, rows if not expand else want.x.shape[0], arrived)
-        _check_received(scales, want.scales, f"{name}, scales", rows if not expand else want.x.shape[0], arrived)
-        if tma and scales is not None and scales.shape[0]:
-            pitch = reference_v2.align(scales.shape[0], 16 // scales.element_size())
-            check_equal("strides of column-major scales", scales.stride(), (1, pitch))
-        if with_weights and want.topk_weights is not None:
-            check_equal(f"{name}, weights", recv_weights[: want.topk_weights.shape[0]], want.topk_weights)
-        else:
-            assert recv_weights is None
-
-    check_rows("recv_x", recv, recv_weights, weights)
+    most_rows = n * most
+    if expand:
+        most_rows = reference_v2.align(n * most * min(topk, local) + local * (alignment - 1), alignment)
+    expected = Expected(want, expand, padding, tma, None if cpu_sync else most_rows)
+    expected.check("recv_x", recv, recv_weights, weights)
     if expand:
         assert recv_idx is None
     else:
-        check_equal("recv_topk_idx", recv_idx[:rows], want.topk_idx)
-        assert bool((recv_idx[rows:] == -1).all())
+        check_equal("recv_topk_idx", recv_idx[: expected.rows], want.topk_idx)
+        assert bool((recv_idx[expected.rows :] == -1).all())
     check_equal("statistics", stats, torch.tensor(want.counts, dtype=torch.int32) + 7)
     _check_handle(handle, want, ids, n, cpu_sync, expand, alignment, copy, deterministic)
 
     if cached:
-        again, idx, none, same, event = buffer.dispatch(x, handle=handle, do_expand=expand, do_zero_padding=padding
-                                                        and expand, do_cpu_sync=False, use_tma_aligned_col_major_sf=tma,
-                                                        **wait_arguments(stream, buffer))  # fmt: skip
+        options = {"do_expand": expand, "do_zero_padding": padding and expand, "use_tma_aligned_col_major_sf": tma}
+        again, idx, none, same, event = buffer.dispatch(
+            x, handle=handle, do_cpu_sync=False, **options, **wait_arguments(stream, buffer)
+        )
         cases.wait(event)
         assert same is handle
-        check_rows("recv_x of the cached handle", again, none, False)
+        expected.check("recv_x of the cached handle", again, none, False)
         if not expand:
             check_equal("recv_topk_idx of the cached handle", idx, recv_idx)
         if weights:
-            again, _, its_weights, _, _ = buffer.dispatch(
-                x, topk_weights=w, handle=handle, do_expand=expand, do_zero_padding=padding and expand,
-                use_tma_aligned_col_major_sf=tma,
-            )  # fmt: skip
-            check_rows("recv_x of the cached handle with weights", again, its_weights, True)
+            again, _, its_weights, _, _ = buffer.dispatch(x, topk_weights=w, handle=handle, **options)
+            expected.check("recv_x of the cached handle with weights", again, its_weights, True)
 
     payload = torch.bfloat16 if dtype in ("fp8", "uint8") else cases.DTYPES[dtype]
-    outputs = pick_outputs(want.metadata[:, 0], topk, hidden, seed, payload)
-    if expand:
-        y = torch.full((handle.num_expanded_tokens, hidden), float("nan"), dtype=payload)
-        y[slots[slots >= 0]] = outputs[slots >= 0]
-    else:
-        y = torch.full((handle.num_recv_tokens, hidden), float("nan"), dtype=payload)
-        y[:rows] = sum_in_order(outputs, slots >= 0)
+    y = expected.expert_outputs(handle, pick_outputs(want.metadata[:, 0], topk, hidden, seed, payload))
     biases = [closed_form.rows(tokens[rank], hidden, rank=rank, seed=seed, dtype=payload, salt=9 + b)
               for b in range(bias)]  # fmt: skip
     back = None
