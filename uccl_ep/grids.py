@@ -7,8 +7,7 @@ from uccl_ep_core.gpu_backend import KernelLimits
 LOCAL_WARPS = 8
 """Of a block whose warps do not wait for each other."""
 MEETING_WARPS = 12
-"""Of a block whose warps work together or wait for other ranks: a team, or all of a low-latency kernel. No backend
-compiles kernels for larger blocks."""
+"""Of a block whose warps work together or wait for other ranks: a team, or all of a low-latency kernel."""
 
 STAGED_BLOCKS = 16
 """Of a low-latency kernel whose windows lie in host memory. Every block reads the heads of all messages, there over the
