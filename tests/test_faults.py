@@ -32,6 +32,7 @@ import pytest
 import cases
 import closed_form
 import fault_cases
+import life_cases
 import wrong_calls
 from ranks import RankPool
 
@@ -164,7 +165,7 @@ def test_fault_08_signatures(
 
 
 def test_fault_08_unknown_future_arguments(pool: RankPool) -> None:
-    pool.run(fault_cases.same_as_before, ranks=2, arguments={"options": {"enable_shrink": False, "use_fabric": False}})
+    pool.run(life_cases.same_as_before, ranks=2, arguments={"options": {"enable_shrink": False, "use_fabric": False}})
 
 
 @pytest.mark.parametrize(("ranks", "domain"), ONE_AND_SEVERAL_DOMAINS)
@@ -258,7 +259,7 @@ def test_fault_27_ranks_per_node(pool: RankPool, ranks: int, domain: int) -> Non
 
 def test_fault_28_queue_pairs_never_change_results(pool: RankPool) -> None:
     for count in (1, 7, 24, 100):
-        pool.run(fault_cases.same_as_before, ranks=2, arguments={"options": {"num_qps_per_rank": count}})
+        pool.run(life_cases.same_as_before, ranks=2, arguments={"options": {"num_qps_per_rank": count}})
 
 
 def test_fault_29_very_unequal_counts(pool: RankPool) -> None:

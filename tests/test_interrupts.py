@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import cases
-import fault_cases
+import life_cases
 from ranks import Context, RankPool
 from uccl_ep_core.errors import BufferClosedError, PeerFailure
 
@@ -52,7 +52,7 @@ def interrupted(ctx: Context, mode: str, absent: int, number: int) -> tuple[str,
         ctx.barrier()
     buffer.destroy()
     ctx.barrier()
-    fault_cases.same_as_before(ctx, {})
+    life_cases.same_as_before(ctx, {})
     return result
 
 

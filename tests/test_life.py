@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import fault_cases
+import life_cases
 from ranks import RankPool
 
 
@@ -20,7 +20,7 @@ def test_fault_01_unusable_transport_names_a_fallback(pool: RankPool, name: str)
     if plugin.loaded is not None and any(d.usable for d in plugin.loaded.probe({})):
         pytest.skip(f"{name} is usable on this machine")
     arguments = {"values": {"UCCL_EP_TRANSPORT": name}}
-    for text in pool.run(fault_cases.construction_error, ranks=2, domain=1, arguments=arguments):
+    for text in pool.run(life_cases.construction_error, ranks=2, domain=1, arguments=arguments):
         assert name in text and "shm" in text, text
 
 
@@ -31,19 +31,19 @@ def test_fault_02_failed_probe_is_an_exception(pool: RankPool, name: str) -> Non
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     arguments = {"values": {"UCCL_EP_GPU_BACKEND": name}}
-    for text in pool.run(fault_cases.construction_error, ranks=2, arguments=arguments):
+    for text in pool.run(life_cases.construction_error, ranks=2, arguments=arguments):
         assert name in text, text
 
 
 def test_unknown_plugin_names_the_nearest(pool: RankPool) -> None:
     arguments = {"values": {"UCCL_EP_TRANSPORT": "smh"}}
-    for text in pool.run(fault_cases.construction_error, ranks=2, arguments=arguments):
+    for text in pool.run(life_cases.construction_error, ranks=2, arguments=arguments):
         assert "smh" in text and "shm" in text and "UCCL_EP_TRANSPORT" in text, text
 
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_fault_06_failed_start_raises_on_every_rank(pool: RankPool, who: int) -> None:
-    texts = pool.run(fault_cases.failing_start, ranks=3, arguments={"who": who})
+    texts = pool.run(life_cases.failing_start, ranks=3, arguments={"who": who})
     assert all(texts), texts
 
 
@@ -53,14 +53,14 @@ def test_fault_26_create_and_destroy(pool: RankPool, how: str, domain: int) -> N
     times = 100 if how == "destroy" else 30
     arguments = {"times": times, "how": how}
     for rank, use in enumerate(
-        pool.run(fault_cases.create_and_destroy, ranks=2, domain=domain, arguments=arguments, timeout_s=120)
+        pool.run(life_cases.create_and_destroy, ranks=2, domain=domain, arguments=arguments, timeout_s=120)
     ):
         check_growth(rank, use, times)
 
 
 def test_fault_26_every_call_of_another_shape(pool: RankPool) -> None:
     rounds = 60
-    for rank, use in enumerate(pool.run(fault_cases.many_shapes, ranks=2, arguments={"rounds": rounds}, timeout_s=120)):
+    for rank, use in enumerate(pool.run(life_cases.many_shapes, ranks=2, arguments={"rounds": rounds}, timeout_s=120)):
         check_growth(rank, use, rounds)
 
 
@@ -72,7 +72,7 @@ def check_growth(rank: int, use: dict[str, list[int]], rounds: int) -> None:
 
 def test_fault_26_exit_without_destroy() -> None:
     ours = RankPool(2, {k: v for k, v in os.environ.items() if k.startswith("UCCL_EP_")})
-    ours.run(fault_cases.exit_without_destroy, ranks=2)
+    ours.run(life_cases.exit_without_destroy, ranks=2)
     before = set(os.listdir("/dev/shm"))
     processes = list(ours._processes)
     started = time.monotonic()
@@ -85,17 +85,17 @@ def test_fault_26_exit_without_destroy() -> None:
 
 
 def test_fault_32_one_host_needs_no_nic(pool: RankPool) -> None:
-    (described, _) = pool.run(fault_cases.describe, ranks=2)
+    (described, _) = pool.run(life_cases.describe, ranks=2)
     for key in ("gpu_backend", "transport", "plan", "domains"):
         assert described[key]["reason"], key
 
 
 def test_options_of_this_run_reach_buffers(pool: RankPool, pytestconfig: pytest.Config) -> None:
     """What --transport, --plan and --lanes ask for is what the buffers of the rank processes have."""
-    described = pool.run(fault_cases.describe, ranks=2, domain=1)[0]
+    described = pool.run(life_cases.describe, ranks=2, domain=1)[0]
     for option, key in (("--transport", "transport"), ("--plan", "plan")):
         if pytestconfig.getoption(option) is not None:
             assert described[key]["name"] == pytestconfig.getoption(option)
     lanes = pytestconfig.getoption("--lanes")
     if lanes is not None:
-        assert pool.run(fault_cases.warp_size, ranks=2) == [lanes] * 2
+        assert pool.run(life_cases.warp_size, ranks=2) == [lanes] * 2

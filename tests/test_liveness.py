@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import fault_cases
+import death_cases
 from ranks import RankPool
 
 TIMEOUT_S = 4.0
@@ -36,7 +36,7 @@ def check_reports(reports: list[Any], culprit: int) -> None:
 def test_fault_11_one_rank_is_killed(pool: RankPool, ranks: int, domain: int, mode: str, when: str) -> None:
     who = 2
     reports = pool.run(
-        fault_cases.one_rank_dies, ranks=ranks, domain=domain, options=OPTIONS, may_die=(who,), timeout_s=45,
+        death_cases.one_rank_dies, ranks=ranks, domain=domain, options=OPTIONS, may_die=(who,), timeout_s=45,
         arguments={"who": who, "when": when, "mode": mode},
     )  # fmt: skip
     check_reports(reports, who)
@@ -45,7 +45,7 @@ def test_fault_11_one_rank_is_killed(pool: RankPool, ranks: int, domain: int, mo
 @pytest.mark.parametrize(("ranks", "domain"), TOPOLOGIES)
 def test_fault_11_killed_inside_a_long_dispatch(pool: RankPool, ranks: int, domain: int) -> None:
     reports = pool.run(
-        fault_cases.killed_inside_a_long_dispatch, ranks=ranks, domain=domain, options=OPTIONS, may_die=(1,),
+        death_cases.killed_inside_a_long_dispatch, ranks=ranks, domain=domain, options=OPTIONS, may_die=(1,),
         arguments={"who": 1, "rows": 3000}, timeout_s=45,
     )  # fmt: skip
     check_reports(reports, 1)
@@ -54,7 +54,7 @@ def test_fault_11_killed_inside_a_long_dispatch(pool: RankPool, ranks: int, doma
 @pytest.mark.parametrize("domain", [0, 2])
 def test_fault_09_a_late_rank_is_waited_for(pool: RankPool, domain: int) -> None:
     arguments = {"who": 3, "delay_s": 1.0}
-    pool.run(fault_cases.late_rank, ranks=4, domain=domain, options=OPTIONS, arguments=arguments)
+    pool.run(death_cases.late_rank, ranks=4, domain=domain, options=OPTIONS, arguments=arguments)
 
 
 @pytest.mark.parametrize(("ranks", "domain"), [*TOPOLOGIES, (4, 1)])
@@ -64,7 +64,7 @@ def test_fault_10_12_31_a_rank_that_does_not_come(pool: RankPool, ranks: int, do
     returns; the processes make a new buffer and go on."""
     options = {"UCCL_EP_TIMEOUT_S": "1.5"}
     reports = pool.run(
-        fault_cases.too_late_rank, ranks=ranks, domain=domain, options=options, arguments={"who": 1, "mode": mode}
+        death_cases.too_late_rank, ranks=ranks, domain=domain, options=options, arguments={"who": 1, "mode": mode}
     )
     for rank, report in enumerate(reports):
         assert report["rank"] == 1, report

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import fault_cases
+import life_cases
 from ranks import Context, RankPool
 from uccl_ep import connection, roll_call
 from uccl_ep_core.errors import PeerFailure
@@ -94,7 +94,7 @@ def stays_away(ctx: Context, who: int) -> str | None:
         with pytest.raises(PeerFailure, match=f"rank {who} is at fault"):
             ctx.new_buffer()
     ctx.barrier()
-    fault_cases.same_as_before(ctx, {})
+    life_cases.same_as_before(ctx, {})
     return text
 
 

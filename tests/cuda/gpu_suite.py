@@ -148,7 +148,7 @@ class Suite:
         with self.pool() as pool:
             pool.run(
                 "on_gpu:case", ranks=self.ranks, domain=domain, options=SHM if domain else {}, timeout_s=200,
-                arguments={"function": "fault_cases:stress", "arguments": inner},
+                arguments={"function": "stream_cases:stress", "arguments": inner},
             )  # fmt: skip
         return f"{self.sizes.steps} dispatches and combines with random delays, every one equal"
 
@@ -158,7 +158,7 @@ class Suite:
         with self.pool() as pool:
             reports = pool.run(
                 "on_gpu:case", ranks=self.ranks, options={"UCCL_EP_TIMEOUT_S": str(TIMEOUT_S)}, may_die=(who,),
-                timeout_s=60, arguments={"function": "fault_cases:one_rank_dies", "arguments": inner},
+                timeout_s=60, arguments={"function": "death_cases:one_rank_dies", "arguments": inner},
             )  # fmt: skip
         survivors = [report for report in reports if report is not None]
         if len(survivors) != self.ranks - 1 or any(report["rank"] != who for report in survivors):
@@ -177,7 +177,7 @@ class Suite:
         with self.pool() as pool:
             reports = pool.run(
                 "on_gpu:case", ranks=self.ranks, options={"UCCL_EP_TIMEOUT_S": "1.5"}, timeout_s=60,
-                arguments={"function": "fault_cases:too_late_rank", "arguments": inner},
+                arguments={"function": "death_cases:too_late_rank", "arguments": inner},
             )  # fmt: skip
         if any(report["rank"] != 1 for report in reports):
             raise Failed(f"rank 1 stayed away, and the others report {reports}")

@@ -101,7 +101,7 @@ def test_graphs_interleave_with_eager_calls(gpu_pool: RankPool) -> None:
 @pytest.mark.parametrize("mode", ["high_throughput", "low_latency"])
 @pytest.mark.parametrize(("ranks", "domain"), [(RANKS, 0), (4, 2)])
 def test_random_delays(gpu_pool: RankPool, ranks: int, domain: int, mode: str) -> None:
-    run(gpu_pool, "fault_cases:stress", ranks=ranks, domain=domain, pairs=500, mode=mode, seed=11)
+    run(gpu_pool, "stream_cases:stress", ranks=ranks, domain=domain, pairs=500, mode=mode, seed=11)
 
 
 @pytest.mark.parametrize("mode", ["high_throughput", "low_latency"])
@@ -109,7 +109,7 @@ def test_random_delays(gpu_pool: RankPool, ranks: int, domain: int, mode: str) -
 @pytest.mark.parametrize(("ranks", "domain"), [(RANKS, 0), (4, 2)])
 def test_a_killed_rank_is_named(gpu_pool: RankPool, ranks: int, domain: int, when: str, mode: str) -> None:
     reports = run(
-        gpu_pool, "fault_cases:one_rank_dies", ranks=ranks, domain=domain, limit_s=4, may_die=(1,), who=1, when=when,
+        gpu_pool, "death_cases:one_rank_dies", ranks=ranks, domain=domain, limit_s=4, may_die=(1,), who=1, when=when,
         mode=mode,
     )  # fmt: skip
     assert {report["rank"] for report in reports if report is not None} == {1}
@@ -119,9 +119,9 @@ def test_a_killed_rank_is_named(gpu_pool: RankPool, ranks: int, domain: int, whe
 @pytest.mark.parametrize("mode", ["high_throughput", "cached_dispatch", "low_latency"])
 @pytest.mark.parametrize(("ranks", "domain"), [(RANKS, 0), (4, 2)])
 def test_a_rank_that_does_not_come_is_named(gpu_pool: RankPool, ranks: int, domain: int, mode: str) -> None:
-    reports = run(gpu_pool, "fault_cases:too_late_rank", ranks=ranks, domain=domain, limit_s=1.5, who=1, mode=mode)
+    reports = run(gpu_pool, "death_cases:too_late_rank", ranks=ranks, domain=domain, limit_s=1.5, who=1, mode=mode)
     assert {report["rank"] for report in reports} == {1}
 
 
 def test_a_late_rank_is_waited_for(gpu_pool: RankPool) -> None:
-    run(gpu_pool, "fault_cases:late_rank", limit_s=4, who=1, delay_s=1.0)
+    run(gpu_pool, "death_cases:late_rank", limit_s=4, who=1, delay_s=1.0)
