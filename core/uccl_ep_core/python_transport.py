@@ -13,6 +13,11 @@ only where the capabilities promise ``native_signal``, ``imm_bits`` and a ``peer
     def post_signals(self, lane: int, signals: list[Signal]) -> int: ...
     def poll_arrivals(self, lane: int, capacity: int) -> list[tuple[int, int]]: ...   # (immediate, rank or -1)
     def peer_alive(self, peer: int) -> bool: ...
+
+``renew_lane`` is given where a lane can begin anew after an error (``transport.h`` says what that promises): whether it
+has, and nothing of what failed on it can land any more; False: ask again. An exception: it cannot::
+
+    def renew_lane(self, lane: int) -> bool: ...
 """
 
 from __future__ import annotations

@@ -90,13 +90,52 @@ class Loopback(PythonTransport):
         return self.group[peer].alive
 
 
-@pytest.fixture
-def pair():
+class Mending(Loopback):
+    """Breaks at every seventh write: it and all behind it fail until the lane is renewed, at the second request."""
+
+    def __init__(self, group: list[Loopback]) -> None:
+        super().__init__(group)
+        self.posted = self.asked = 0
+        self.down = False
+
+    def post_writes(self, lane: int, writes: list[Write]) -> int:
+        for write in writes:
+            self.posted += 1
+            self.down = self.down or self.posted % 7 == 0
+            if self.down:
+                self.completions.append((write.token, -5))
+            else:
+                super().post_writes(lane, [write])
+        return len(writes)
+
+    def post_signals(self, lane: int, signals: list[Signal]) -> int:
+        if not self.down:
+            return super().post_signals(lane, signals)
+        self.completions += [(signal.token, -5) for signal in signals]
+        return len(signals)
+
+    def renew_lane(self, lane: int) -> bool:
+        self.asked += 1
+        self.down = self.asked % 2 == 1
+        return not self.down
+
+
+def two(kind):
     group: list[Loopback] = []
-    both = [ranks.Rank(rank, 2, Loopback(group)) for rank in range(2)]
+    both = [ranks.Rank(rank, 2, kind(group)) for rank in range(2)]
     yield both
     for rank in both:
         rank.close()
+
+
+@pytest.fixture
+def pair():
+    yield from two(Loopback)
+
+
+@pytest.fixture
+def mending():
+    yield from two(Mending)
 
 
 def connect(pair, plan):
@@ -111,9 +150,8 @@ def verdict_of(rank):
     return rank.verdicts.agree(0.05)
 
 
-@pytest.mark.parametrize("plan", ["native", "counted", "fenced"])
-def test_a_python_transport_carries_messages_under_every_plan(pair, plan):
-    connect(pair, plan)
+def carry(pair):
+    """Forty messages of two writes each, checked byte by byte."""
     sender, receiver = pair
     name = sender.layout.signal_index(_native.SignalKind.DIRECT_DATA, 0, 0)
     for value in range(1, 41):
@@ -134,6 +172,22 @@ def test_a_python_transport_carries_messages_under_every_plan(pair, plan):
             )
         receiver.wait_signal(name, value)
         assert bytes(receiver.data.view()[4096 + place : 4096 + place + 64]) == bytes([value]) * 64
+
+
+@pytest.mark.parametrize("plan", ["native", "counted", "fenced"])
+def test_a_python_transport_carries_messages_under_every_plan(pair, plan):
+    connect(pair, plan)
+    carry(pair)
+    assert pair[0].engine.stats()["lane_generations"] == 0
+
+
+@pytest.mark.parametrize("plan", ["native", "counted", "fenced"])
+def test_a_python_transport_may_renew_its_lanes(mending, plan):
+    connect(mending, plan)
+    carry(mending)
+    stats = mending[0].engine.stats()
+    assert stats["lane_generations"] >= 40 // 7
+    assert stats["retried"] >= stats["lane_generations"]
 
 
 def test_an_exception_becomes_the_groups_error(pair):

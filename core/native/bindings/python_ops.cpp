@@ -59,7 +59,7 @@ class PythonOps {
             },
             [](void *context, uint32_t peer) { return self(context).peer_state(peer); },
             [](void *context, uint32_t lane) { return self(context).lanes_[lane].error.c_str(); },
-            nullptr,
+            [](void *context, uint32_t lane) { return self(context).renew_lane(lane); },
         };
         if (!py::hasattr(target, "post_signals")) {
             ops_.post_signals = nullptr;
@@ -69,6 +69,9 @@ class PythonOps {
         }
         if (!py::hasattr(target, "peer_alive")) {
             ops_.peer_state = nullptr;
+        }
+        if (!py::hasattr(target, "renew_lane")) {
+            ops_.renew_lane = nullptr;
         }
     }
 
@@ -166,6 +169,10 @@ class PythonOps {
             lanes_[lane].no_arrivals_ns = arrived.empty() ? now_ns() : 0;
             return static_cast<int64_t>(arrived.size());
         });
+    }
+
+    int64_t renew_lane(uint32_t lane) {
+        return guarded(lane, [&]() -> int64_t { return target_.attr("renew_lane")(lane).cast<bool>() ? 1 : 0; });
     }
 
     int32_t peer_state(uint32_t index) {

@@ -340,8 +340,9 @@ uint64_t Proxy::poll_completions() {
             continue;
         }
         lane_down_ = lane_down_ || (completion.status != 0 && renewable_);
-        if (completion.status != 0 && can_retry(completion)) {
-            failed_.push_back(completion);
+        // The peer is the record's: a transport need not know the one of a completion.
+        if (completion.status != 0 && can_retry(op->peer)) {
+            failed_.push_back({completion.token, op->peer, completion.status});
             again_.push_back(completion.token);
             continue;
         }
@@ -377,13 +378,13 @@ uint64_t Proxy::poll_completions() {
 }
 
 // An error of the lane, not of the peer: what failed may be posted again once nothing of it can land any more.
-bool Proxy::can_retry(const uccl_ep_completion &completion) {
+bool Proxy::can_retry(uint32_t peer) {
     if (!renewable_ || renewals_in_vain_ >= kMostRenewals || shared_->verdicts->aborted() ||
-        shared_->verdicts->peer_closed(completion.peer)) {
+        shared_->verdicts->peer_closed(peer)) {
         return false;
     }
     return shared_->ops->peer_state == nullptr ||
-           shared_->ops->peer_state(shared_->ops->context, completion.peer) != UCCL_EP_PEER_DEAD;
+           shared_->ops->peer_state(shared_->ops->context, peer) != UCCL_EP_PEER_DEAD;
 }
 
 // A new generation of the lane, when all that was posted under the old one has completed.

@@ -44,7 +44,7 @@ class Proxy {
     void seal();
     bool flush();
     void fail(const Fault &fault);
-    bool can_retry(const uccl_ep_completion &completion);
+    bool can_retry(uint32_t peer);
     void renew();
     void lane_broke(int64_t error, uint32_t peer, const char *what);
     void back_off(uint64_t empty_passes);

@@ -60,13 +60,13 @@ typedef struct uccl_ep_signal {
     uint64_t token;
 } uccl_ep_signal;
 
+#define UCCL_EP_PEER_UNKNOWN UINT32_MAX
+
 typedef struct uccl_ep_completion {
     uint64_t token;
-    uint32_t peer;
+    uint32_t peer;  /* of the operation, or UCCL_EP_PEER_UNKNOWN */
     int32_t status; /* 0, or a negative errno: the write may or may not have arrived */
 } uccl_ep_completion;
-
-#define UCCL_EP_PEER_UNKNOWN UINT32_MAX
 
 /* A write with immediate that arrived here, its payload already visible to this CPU where the
  * transport promises `imm_after_payload`. */
