@@ -84,6 +84,9 @@ double fab_bench_send(void *operations, uint32_t lane, uint32_t peer, uint64_t b
     if (!writes) {
         return -1.0;
     }
+    for (uint32_t i = 0; i < batch; i++) {
+        writes[i] = (uccl_ep_write){.peer = peer, .flags = UCCL_EP_WRITE_IMMEDIATE, .bytes = bytes};
+    }
     const uint64_t begin = fab_now_ns();
     const uint64_t end = begin + (uint64_t)(timeout_s * 1e9);
     uint64_t posted = 0, completed = 0;
@@ -94,11 +97,8 @@ double fab_bench_send(void *operations, uint32_t lane, uint32_t peer, uint64_t b
         wanted = wanted < batch ? wanted : batch;
         wanted = wanted < count - posted ? wanted : count - posted;
         for (uint64_t i = 0; i < wanted; i++) {
-            writes[i] = (uccl_ep_write){.peer = peer,
-                                        .flags = UCCL_EP_WRITE_IMMEDIATE,
-                                        .bytes = bytes,
-                                        .immediate = (posted + i) & UINT32_MAX,
-                                        .token = posted + i};
+            writes[i].immediate = (posted + i) & UINT32_MAX;
+            writes[i].token = posted + i;
         }
         if (wanted) {
             const int64_t accepted = table->post_writes(table->context, lane, writes, wanted);

@@ -38,9 +38,9 @@ uint32_t fab_choose_rail(const fab_lane *lane, uint32_t peer) {
     return best;
 }
 
-static ssize_t write_operation(fab_lane *lane, fab_operation *operation, bool more) {
+/* `write`: of the operation, here or still where the caller has it. */
+static inline ssize_t write_operation(fab_lane *lane, fab_operation *operation, const uccl_ep_write *write, bool more) {
     fab_rail *rail = &lane->rails[operation->rail];
-    const uccl_ep_write *write = &operation->write;
     fab_remote *remote = &rail->remote[write->peer];
     struct iovec piece = {.iov_base = rail->local[write->local_region] + write->local_offset, .iov_len = write->bytes};
     struct fi_rma_iov target = {.addr = fab_remote_address(rail, remote, write->remote_region, write->remote_offset),
@@ -126,8 +126,9 @@ void fab_post_waiting(fab_lane *lane) {
                 const uint32_t rail = fab_choose_rail(lane, peer);
                 operation->rail = (uint8_t)(rail == FAB_NONE ? FAB_MAX_RAILS : rail);
             }
-            status =
-                operation->rail >= lane->num_rails ? -FI_ENOTCONN : (int32_t)write_operation(lane, operation, false);
+            status = operation->rail >= lane->num_rails
+                         ? -FI_ENOTCONN
+                         : (int32_t)write_operation(lane, operation, &operation->write, false);
         }
         if (status == -FI_EAGAIN) {
             lane->statistics.again++;
@@ -162,7 +163,7 @@ void fab_post_waiting(fab_lane *lane) {
 static bool within(uint64_t offset, uint64_t bytes, uint64_t size) { return bytes <= size && offset <= size - bytes; }
 
 /* Words for a write that no retry mends; NULL for a good one. */
-static const char *fault_of(const fab_context *context, const fab_lane *lane, const uccl_ep_write *write) {
+static inline const char *fault_of(const fab_context *context, const fab_lane *lane, const uccl_ep_write *write) {
     if (write->peer >= context->num_ranks || !context->expected[write->peer]) {
         return "a write names a rank that was not connected";
     }
@@ -180,6 +181,70 @@ static const char *fault_of(const fab_context *context, const fab_lane *lane, co
     return write->bytes > context->max_message ? "a write is larger than max_message" : NULL;
 }
 
+/* A post that failed for good: over another rail, or with an error to the caller. */
+static void refused(fab_lane *lane, fab_operation *operation, const uccl_ep_write *write, ssize_t status) {
+    operation->write = *write;
+    if (!fab_is_peer_error((int)status)) {
+        fab_finish(lane, operation, (int32_t)status);
+        return;
+    }
+    const uint32_t rail = operation->rail;
+    fab_wait_to_post(lane, operation);
+    fab_lose_rail(lane, rail, write->peer, (int)status, "a post was refused");
+}
+
+/* Post one write over a rail of several, or cut it over all; false: not now. */
+static bool post_over(fab_lane *lane, const uccl_ep_write *write, uint32_t rail, bool more) {
+    const fab_context *context = lane->context;
+    if (context->stripe_bytes && write->bytes >= context->stripe_bytes) {
+        const uint32_t rails = fab_living_rails(lane, write->peer);
+        if (rails > 1) {
+            return fab_stripe(lane, write, rails);
+        }
+    }
+    fab_operation *operation = fab_take(lane);
+    if (!operation) {
+        return false;
+    }
+    operation->kind = FAB_WRITE;
+    operation->rail = (uint8_t)rail;
+    operation->write = *write;
+    const ssize_t status = write_operation(lane, operation, write, more);
+    if (status == -FI_EAGAIN) {
+        /* The depth is a promise for the lane, whichever of its rails is full now. */
+        lane->statistics.again++;
+        fab_refused(lane, rail, write->peer);
+        fab_wait_to_post(lane, operation);
+    } else if (status) {
+        refused(lane, operation, write, status);
+    }
+    return true;
+}
+
+/* The same over the only rail: a queue that is full is the caller's to wait for, and no write moves anywhere. */
+static inline bool post_alone(fab_lane *lane, const uccl_ep_write *write, bool more) {
+    fab_operation *operation = fab_take(lane);
+    if (!operation) {
+        return false;
+    }
+    operation->kind = FAB_WRITE;
+    operation->rail = 0;
+    operation->write.peer = write->peer;
+    operation->write.bytes = write->bytes;
+    operation->write.token = write->token;
+    const ssize_t status = write_operation(lane, operation, write, more);
+    if (status == -FI_EAGAIN) {
+        lane->statistics.again++;
+        fab_refused(lane, 0, write->peer);
+        fab_give(lane, operation);
+        return false;
+    }
+    if (status) {
+        refused(lane, operation, write, status);
+    }
+    return true;
+}
+
 int64_t fab_post_writes(void *opaque, uint32_t lane_index, const uccl_ep_write *writes, uint64_t count) {
     fab_context *context = opaque;
     fab_lane *lane = &context->lanes[lane_index];
@@ -191,7 +256,7 @@ int64_t fab_post_writes(void *opaque, uint32_t lane_index, const uccl_ep_write *
         count = room;
     }
     const bool single = lane->num_rails == 1;
-    uint64_t accepted = 0;
+    uint64_t accepted = 0, posted = 0, bytes = 0;
     for (; accepted < count; accepted++) {
         const uccl_ep_write *write = &writes[accepted];
         const uint32_t peer = write->peer;
@@ -207,52 +272,19 @@ int64_t fab_post_writes(void *opaque, uint32_t lane_index, const uccl_ep_write *
         const uint32_t rail =
             single ? (lane->lost[peer] || !lane->rails[0].open ? FAB_NONE : 0) : fab_choose_rail(lane, peer);
         if (rail == FAB_NONE || atomic_load_explicit(&context->dead[peer], memory_order_relaxed)) {
-            lane->in_flight++;
             fab_report(lane, write->token, peer, -FI_ENOTCONN);
             continue;
         }
-        if (!single && context->stripe_bytes && write->bytes >= context->stripe_bytes) {
-            const uint32_t rails = fab_living_rails(lane, peer);
-            if (rails > 1) {
-                if (!fab_stripe(lane, write, rails)) {
-                    break;
-                }
-                lane->in_flight++;
-                lane->statistics.posted++;
-                lane->statistics.posted_bytes += write->bytes;
-                continue;
-            }
-        }
-        fab_operation *operation = fab_take(lane);
-        if (!operation) {
+        const bool more = batch && accepted + 1 < count;
+        if (!(single ? post_alone(lane, write, more) : post_over(lane, write, rail, more))) {
             break;
         }
-        operation->kind = FAB_WRITE;
-        operation->rail = (uint8_t)rail;
-        operation->write = *write;
-        const ssize_t status = write_operation(lane, operation, batch && accepted + 1 < count);
-        if (status == -FI_EAGAIN) {
-            lane->statistics.again++;
-            fab_refused(lane, rail, peer);
-            if (single) {
-                fab_give(lane, operation);
-                break;
-            }
-            /* The depth is a promise for the lane, whichever of its rails is full now. */
-            fab_wait_to_post(lane, operation);
-        }
-        lane->in_flight++;
-        lane->statistics.posted++;
-        lane->statistics.posted_bytes += write->bytes;
-        if (status && status != -FI_EAGAIN) {
-            if (fab_is_peer_error((int)status)) {
-                fab_wait_to_post(lane, operation);
-                fab_lose_rail(lane, rail, peer, (int)status, "a post was refused");
-            } else {
-                fab_finish(lane, operation, (int32_t)status);
-            }
-        }
+        posted++;
+        bytes += write->bytes;
     }
+    lane->in_flight += (uint32_t)accepted;
+    lane->statistics.posted += posted;
+    lane->statistics.posted_bytes += bytes;
     if (lane->waiting_head != FAB_NONE) {
         fab_post_waiting(lane);
     }

@@ -88,18 +88,19 @@ enum fab_operation_kind {
     FAB_ABANDONED,  /* nobody waits for it any more; the provider may still return it */
 };
 
-/* The provider's scratch space comes first and lives until the completion is read. */
+/* The provider's scratch space comes first and lives until the completion is read. What an ordinary write and its
+ * completion touch fills the second cache line. */
 typedef struct fab_operation {
-    struct fi_context2 scratch;
-    uccl_ep_write write;
-    uint32_t index;
-    uint32_t next;      /* free list, or list of writes that wait to be posted */
-    uint32_t parent;    /* of a chunk */
-    uint32_t remaining; /* of a parent: chunks in flight */
-    int32_t status;     /* of a parent: first error of a chunk */
+    _Alignas(64) struct fi_context2 scratch;
+    uccl_ep_write write; /* with one rail only peer, bytes and token, unless it waits to be posted */
+    uint32_t next;       /* free list, or list of writes that wait to be posted */
     uint8_t kind;
     uint8_t rail;
-    uint8_t posted;     /* the provider has it */
+    uint8_t posted;      /* the provider has it */
+    uint32_t index;
+    uint32_t parent;     /* of a chunk */
+    uint32_t remaining;  /* of a parent: chunks in flight */
+    int32_t status;      /* of a parent: first error of a chunk */
 } fab_operation;
 
 typedef struct fab_receive {
@@ -212,7 +213,7 @@ static inline void fab_give(fab_lane *lane, fab_operation *operation) {
     operation->kind = FAB_FREE;
     operation->posted = 0;
     operation->next = lane->free_head;
-    lane->free_head = operation->index;
+    lane->free_head = (uint32_t)(operation - lane->operations);
 }
 
 uint64_t fab_now_ns(void);

@@ -91,6 +91,7 @@ int64_t fab_poll_completions(void *opaque, uint32_t lane_index, uccl_ep_completi
         fab_rail *rail = &lane->rails[r];
         while (rail->open && count < capacity) {
             struct fi_cq_data_entry entries[FAB_CQ_BATCH];
+            uint32_t completed = 0;
             const uint64_t room = capacity - count < FAB_CQ_BATCH ? capacity - count : FAB_CQ_BATCH;
             const ssize_t got = fi_cq_read(rail->tx_cq, entries, room);
             if (got == -FI_EAVAIL) {
@@ -113,7 +114,7 @@ int64_t fab_poll_completions(void *opaque, uint32_t lane_index, uccl_ep_completi
                 if (operation->kind == FAB_WRITE) {
                     fab_returned(rail, operation);
                     out[count++] = (uccl_ep_completion){operation->write.token, operation->write.peer, 0};
-                    lane->in_flight--;
+                    completed++;
                     fab_give(lane, operation);
                 } else if (operation->kind == FAB_CHUNK) {
                     fab_returned(rail, operation);
@@ -125,6 +126,7 @@ int64_t fab_poll_completions(void *opaque, uint32_t lane_index, uccl_ep_completi
                     fab_give(lane, operation);
                 }
             }
+            lane->in_flight -= completed;
             if ((uint64_t)got < room) {
                 break;
             }
