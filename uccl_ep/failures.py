@@ -55,7 +55,8 @@ def peer_failure(verdict: Any, rank: int, detail: tuple[int, ...] = (), words: s
     )
     tail = {
         "timeout": f"{waited}; is it late, stuck, or in fewer calls than the others? (a longer wait: timeout_s)",
-        "dead": "its process is gone",
+        # With words of the transport, that is what gave it up; the process itself may live.
+        "dead": "it cannot be reached any more" if words else "its process is gone",
         "mismatch": _difference(verdict) if differs else _mismatch(detail),
         "closed": "it destroyed its buffer while others still waited for it",
         "interrupted": "a signal handler of its process raised (Ctrl-C raises KeyboardInterrupt)",

@@ -15,6 +15,8 @@ from uccl_ep_ibverbs.loader import VerbsMissingError, data_plane, verbs
 from uccl_ep_ibverbs.settings import Settings
 
 IN_GUEST = os.environ.get("SOFTROCE_GUEST") == "1"
+STEP = int(os.environ.get("SOFTROCE_STEP", "1"))
+"""A quick run takes every n-th case, and the longest tests do an n-th of their work."""
 KINDS = {"connected": ("infiniband", "roce"), "iwarp": ("iwarp",)}
 
 

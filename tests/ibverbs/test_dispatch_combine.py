@@ -6,13 +6,12 @@ Every rank is a scale-up domain of its own (or half the ranks are), so all that 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import verbs_cases
-from devices import device_of
+from devices import STEP, device_of
 
 import test_matrix
 from pairwise import pairwise
@@ -78,9 +77,6 @@ def run(ranks: RankPool, case: Any, row: dict[str, Any], options: dict[str, str]
     arguments |= {"tokens": [min(count, 200) for count in test_matrix.token_counts(row, seed)], "seed": seed}
     num_ranks, domain = row["topology"]
     ranks.run(case, ranks=num_ranks, domain=domain, options=options, arguments=arguments, timeout_s=300)
-
-
-STEP = int(os.environ.get("SOFTROCE_STEP", "1"))  # a quick run takes every n-th case
 
 
 @pytest.mark.parametrize("index", range(0, len(HIGH_THROUGHPUT), STEP))

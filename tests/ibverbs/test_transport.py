@@ -187,7 +187,7 @@ def test_a_closed_peer_is_named_and_nothing_is_owed(opened: list[Endpoint], devi
     assert [token for token, _, _ in failed] == list(range(posted)), "each write completes once, in order"
     text = sender.error()
     assert "rank 1" in text and device in text and "queue pair" in text and "Try:" in text, text
-    assert sender.dead(1)
+    wait(lambda: sender.dead(1) or sender.completions(), 5, "the peer's end")
     assert not sender.dead(2)
     assert sender.write(Write(1, 0, DATA, DATA, 0, 0, 64, 0, 77)) == 1, "later writes complete, with the error"
     assert [(token, status < 0) for token, _, status in sender.settle(1)] == [(77, True)]
@@ -203,9 +203,9 @@ def test_contradicting_handles_are_refused(opened: list[Endpoint], device: str) 
     transport = opened[0].transport
     (mine,) = transport._pairs  # type: ignore[attr-defined]
     (other,) = opened[1].transport._pairs  # type: ignore[attr-defined]
-    plane = data_plane().Plane(num_ranks=2, max_message=1024, immediates=False, signals=False)
+    plane = data_plane().Plane(num_ranks=2, max_message=1024, immediates=False, signals=False, renewals=False)
     queues = {"send_queue": raw.handle(mine.send_queue), "receive_queue": raw.handle(mine.receive_queue)}
-    plane.add_lane(device=device, local=[], flush_address=0, flush_key=0, **queues)
+    plane.add_lane(device=device, local=[], flush_address=0, flush_key=0, wake_fd=-1, **queues)
     good = {
         "lane": 0,
         "peer": 1,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from devices import STEP
 
 ROOT = Path(__file__).parents[2]
 SOFTROCE = ROOT / "transports/ibverbs/softroce"
@@ -68,7 +69,7 @@ def run(guest: Any, way: tuple[str, str], netem: str, arguments: str, limit_s: f
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way))
 def test_exact_over_a_bad_link(guest: Any, way: tuple[str, str]) -> None:
-    number = 1000
+    number = 1000 // STEP
     for log in run(guest, way, BAD_LINK, f"steps {number}", limit_s=1200, timeout_s=120):
         assert f"exact for {number} steps over {way[1]}" in log
         found = re.search(r"qdisc netem.*?dropped (\d+),", log, re.DOTALL)

@@ -54,6 +54,7 @@ class Table(ctypes.Structure):
         ("poll_arrivals", _BATCH),
         ("peer_state", ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint32)),
         ("last_error", ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p, ctypes.c_uint32)),
+        ("renew_lane", ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint32)),
     ]
 
 
@@ -98,6 +99,10 @@ class Endpoint:
     def error(self, lane: int = 0) -> str:
         assert self.table is not None
         return bytes(self.table.last_error(self.table.context, lane)).decode()
+
+    def renew(self, lane: int = 0) -> int:
+        assert self.table is not None
+        return int(self.table.renew_lane(self.table.context, lane))
 
     def dead(self, peer: int) -> bool:
         assert self.table is not None

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <utility>
 
 #include "clock.hpp"
 #include "uccl_ep/std_atomics.hpp"
@@ -13,7 +14,8 @@ constexpr uint64_t kPeersPerTick = 64;  // peer_state calls in a millisecond
 
 }  // namespace
 
-Notices::Notices(EngineShared &shared, uint32_t lane, Outbound &outbound, ProxyStats &stats)
+Notices::Notices(EngineShared &shared, uint32_t lane, Outbound &outbound, ProxyStats &stats,
+                 std::function<void(uint32_t)> on_lost)
     : shared_(shared),
       lane_(lane),
       outbound_(outbound),
@@ -22,6 +24,7 @@ Notices::Notices(EngineShared &shared, uint32_t lane, Outbound &outbound, ProxyS
       beats_(active_ && shared.ops->peer_state == nullptr),
       beat_timeout_ns_(
           static_cast<uint64_t>(std::min(shared.options.heartbeat_timeout_s, shared.options.timeout_s) * 1e9)),
+      on_lost_(std::move(on_lost)),
       forwarded_(shared.layout.num_ranks, 0),
       beat_in_flight_(shared.layout.num_ranks, 0),
       seen_beat_(shared.layout.num_ranks, 0),
@@ -84,6 +87,9 @@ void Notices::watch_states() {
             // It may have closed in order just before it left: its notice then precedes its end, but is
             // taken in no later than now only where the transport placed it; look once more next time.
             if (dead_looks_[peer]++ != 0) {
+                if (!shared_.verdicts->peer_closed(peer)) {
+                    on_lost_(peer);
+                }
                 died(peer, 0);
             }
         }

@@ -2,6 +2,7 @@
 // what it watches for: peers that the transport calls dead, or that fell silent. Proxy 0 does it all.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "engine_types.hpp"
@@ -11,7 +12,9 @@ namespace uccl_ep {
 
 class Notices {
   public:
-    Notices(EngineShared &shared, uint32_t lane, Outbound &outbound, ProxyStats &stats);
+    // `on_lost` is told of a peer that the transport calls dead, before its verdict is reported.
+    Notices(EngineShared &shared, uint32_t lane, Outbound &outbound, ProxyStats &stats,
+            std::function<void(uint32_t)> on_lost);
 
     // About once a millisecond.
     void tick(uint64_t now_ns);
@@ -41,6 +44,7 @@ class Notices {
     uint64_t beat_ = 0;
     uint64_t in_flight_ = 0;
     uint64_t next_peer_ = 0;            // whose state is asked next
+    std::function<void(uint32_t)> on_lost_;
     std::vector<uint8_t> forwarded_;    // by reporter
     std::vector<uint8_t> beat_in_flight_;  // by rank
     std::vector<uint64_t> seen_beat_;   // by rank

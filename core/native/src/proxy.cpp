@@ -47,7 +47,7 @@ Proxy::Proxy(std::shared_ptr<EngineShared> shared, uint32_t lane)
       lane_(lane),
       outbound_(*shared_, lane, stats_, can_renew(*shared_->ops)),
       plan_(make_plan(*shared_, lane, outbound_, stats_)),
-      notices_(*shared_, lane, outbound_, stats_),
+      notices_(*shared_, lane, outbound_, stats_, [this](uint32_t peer) { lost(peer); }),
       completions_(kCompletionsPerPoll),
       names_(shared_->signal_names.data()),
       senders_(shared_->sender_signals.data()),
@@ -81,13 +81,24 @@ std::string Proxy::error() const {
     return error_;
 }
 
-void Proxy::fail(const Fault &fault) {
-    {
-        const std::lock_guard lock(error_mutex_);
-        if (error_.empty()) {
-            error_ = "proxy " + std::to_string(lane_) + ": " + fault.words;
-        }
+void Proxy::remember(const std::string &words) {
+    const std::lock_guard lock(error_mutex_);
+    if (error_.empty()) {
+        error_ = "proxy " + std::to_string(lane_) + ": " + words;
     }
+}
+
+// The transport calls a peer dead: its words go into the exception, where that is one for the group.
+void Proxy::lost(uint32_t peer) {
+    const char *words =
+        shared_->ops->last_error != nullptr ? shared_->ops->last_error(shared_->ops->context, lane_) : nullptr;
+    if (words != nullptr && *words != 0 && !shared_->verdicts->shrinks()) {
+        remember("rank " + std::to_string(peer) + " was lost; " + words);
+    }
+}
+
+void Proxy::fail(const Fault &fault) {
+    remember(fault.words);
     shared_->verdicts->report(fault.culprit, fault.reason, fault.signal, fault.expected, fault.seen);
 }
 
@@ -380,7 +391,7 @@ uint64_t Proxy::poll_completions() {
 // An error of the lane, not of the peer: what failed may be posted again once nothing of it can land any more.
 bool Proxy::can_retry(uint32_t peer) {
     if (!renewable_ || renewals_in_vain_ >= kMostRenewals || shared_->verdicts->aborted() ||
-        shared_->verdicts->peer_closed(peer)) {
+        shared_->verdicts->peer_closed(peer) || shared_->verdicts->gone(peer)) {
         return false;
     }
     return shared_->ops->peer_state == nullptr ||

@@ -44,6 +44,8 @@ class Proxy {
     void seal();
     bool flush();
     void fail(const Fault &fault);
+    void lost(uint32_t peer);
+    void remember(const std::string &words);
     bool can_retry(uint32_t peer);
     void renew();
     void lane_broke(int64_t error, uint32_t peer, const char *what);

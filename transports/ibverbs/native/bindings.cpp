@@ -30,7 +30,14 @@ py::dict to_dict(const Statistics &statistics) {
     out["completions"] = statistics.completions;
     out["flushes"] = statistics.flushes;
     out["refills"] = statistics.refills;
+    out["renewals"] = statistics.renewals;
     return out;
+}
+
+Lane &lane_of(Plane &plane, uint32_t lane) {
+    Lane *found = plane.lane(lane);
+    if (found == nullptr) throw std::invalid_argument("there is no lane " + std::to_string(lane));
+    return *found;
 }
 
 }  // namespace
@@ -44,18 +51,26 @@ PYBIND11_MODULE(_native, module) {
              py::kw_only(), py::arg("base"), py::arg("bytes"), py::arg("chunk_bytes"), py::arg("keys"),
              py::arg("readable") = false);
 
+    py::enum_<Stage>(module, "Stage")
+        .value("UP", Stage::kUp)
+        .value("BROKEN", Stage::kBroken)
+        .value("DRAINED", Stage::kDrained)
+        .value("CONNECTED", Stage::kConnected)
+        .value("READY", Stage::kReady)
+        .value("FINAL", Stage::kFinal);
+
     py::class_<Plane>(module, "Plane")
-        .def(py::init<uint32_t, uint64_t, bool, bool>(), py::kw_only(), py::arg("num_ranks"), py::arg("max_message"),
-             py::arg("immediates"), py::arg("signals"))
+        .def(py::init<uint32_t, uint64_t, bool, bool, bool>(), py::kw_only(), py::arg("num_ranks"),
+             py::arg("max_message"), py::arg("immediates"), py::arg("signals"), py::arg("renewals"))
         .def(
             "add_lane",
             [](Plane &plane, std::string device, std::vector<Region> local, uint64_t flush_address, uint32_t flush_key,
-               uint64_t send_queue, uint64_t receive_queue) {
-                LaneSettings settings{std::move(device), std::move(local), flush_address, flush_key, 0};
+               uint64_t send_queue, uint64_t receive_queue, int wake_fd) {
+                LaneSettings settings{std::move(device), std::move(local), flush_address, flush_key, 0, wake_fd};
                 plane.add_lane(std::move(settings), send_queue, receive_queue);
             },
             py::kw_only(), py::arg("device"), py::arg("local"), py::arg("flush_address"), py::arg("flush_key"),
-            py::arg("send_queue"), py::arg("receive_queue"))
+            py::arg("send_queue"), py::arg("receive_queue"), py::arg("wake_fd"))
         .def(
             "add_pair",
             [](Plane &plane, uint32_t lane, uint32_t peer, uint64_t queue_pair, uint64_t protection_domain,
@@ -67,6 +82,22 @@ PYBIND11_MODULE(_native, module) {
             py::kw_only(), py::arg("lane"), py::arg("peer"), py::arg("queue_pair"), py::arg("protection_domain"),
             py::arg("qp_num"), py::arg("send_depth"), py::arg("receive_depth"), py::arg("inline_bytes"),
             py::arg("remote"))
+        .def(
+            "prepare_pair",
+            [](Plane &plane, uint32_t lane, uint32_t peer, uint64_t queue_pair, uint64_t protection_domain,
+               uint32_t qp_num) { plane.prepare_pair(lane, peer, Handles{queue_pair, protection_domain, qp_num}); },
+            py::kw_only(), py::arg("lane"), py::arg("peer"), py::arg("queue_pair"), py::arg("protection_domain"),
+            py::arg("qp_num"))
+        .def("stage", [](Plane &plane, uint32_t lane, uint32_t peer) { return lane_of(plane, lane).stage(peer); })
+        .def("ask", [](Plane &plane, uint32_t lane, uint32_t peer,
+                       uint32_t generation) { lane_of(plane, lane).ask(peer, generation); })
+        .def("connected", [](Plane &plane, uint32_t lane, uint32_t peer,
+                             uint32_t generation) { lane_of(plane, lane).connected(peer, generation); })
+        .def("ready", [](Plane &plane, uint32_t lane, uint32_t peer) { lane_of(plane, lane).ready(peer); })
+        .def("give_up", [](Plane &plane, uint32_t lane, uint32_t peer,
+                           std::string words) { lane_of(plane, lane).give_up(peer, std::move(words)); })
+        .def("end_renewals",
+             [](Plane &plane, uint32_t lane, const std::string &words) { lane_of(plane, lane).end_renewals(words); })
         .def_property_readonly("ops_address",
                                [](const Plane &plane) { return reinterpret_cast<uintptr_t>(plane.ops()); })
         .def("statistics", [](const Plane &plane, uint32_t lane) { return to_dict(plane.statistics(lane)); });

@@ -14,8 +14,6 @@ namespace {
 constexpr size_t kRound = 64;         // work requests of one round, fencing reads not counted
 constexpr size_t kPieces = 4;         // of one write at most: chunks are larger than the largest write
 constexpr int kPollBatch = 32;        // completions fetched at once
-constexpr uint32_t kPlaceShift = 48;  // of a work request's id: place of the pair, then its number
-constexpr uint64_t kNumberMask = (uint64_t{1} << kPlaceShift) - 1;
 constexpr uint32_t kMaxPairs = 1u << (64 - kPlaceShift);
 
 }  // namespace
@@ -46,6 +44,8 @@ void Lane::add_pair(uint32_t peer, ibv_qp *queue_pair, PairSettings settings) {
     Pair pair;
     pair.queue_pair = queue_pair;
     pair.peer = peer;
+    pair.place = static_cast<uint32_t>(pairs_.size());
+    pair.handover = std::make_unique<Handover>();
     pair.entries.resize(std::bit_ceil(settings.send_depth));
     pair.consumed = settings.receive_depth;
     pair.settings = std::move(settings);
@@ -68,7 +68,7 @@ ibv_send_wr *Lane::add_request(Pair &pair, uint64_t token, bool has_token, bool 
     pair.entries[pair.posted & (pair.entries.size() - 1)] = {token, has_token, fenced};
     ibv_send_wr *request = &requests_[used_];
     *request = {};
-    request->wr_id = (static_cast<uint64_t>(&pair - pairs_.data()) << kPlaceShift) | (pair.posted & kNumberMask);
+    request->wr_id = request_id(pair.place, pair.tag, pair.posted);
     request->sg_list = &elements_[used_];
     request->num_sge = 1;
     if (pair.tail != nullptr) pair.tail->next = request;
@@ -107,7 +107,7 @@ Lane::Verdict Lane::add_write(const uccl_ep_write &write) {
         return Verdict::kInvalid;
     }
     if (pair->broken) {
-        emit(write.token, write.peer, -ECONNRESET);
+        refuse(*pair, write.token);
         return Verdict::kAccepted;
     }
     if (pair->room() < kPieces + kMaxRegions) return Verdict::kFull;
@@ -154,7 +154,7 @@ Lane::Verdict Lane::add_signal(const uccl_ep_signal &signal) {
         return Verdict::kInvalid;
     }
     if (pair->broken) {
-        emit(signal.token, signal.peer, -ECONNRESET);
+        refuse(*pair, signal.token);
         return Verdict::kAccepted;
     }
     if (pair->room() < 1) return Verdict::kFull;
@@ -189,7 +189,11 @@ void Lane::ring_doorbells() {
         ibv_send_wr *refused = nullptr;
         const int error = ibv_post_send(pair->queue_pair, pair->head, &refused);
         pair->head = pair->tail = nullptr;
+        pair->taken = pair->posted;
         ++statistics_.doorbells;
+        if (error != 0 && refused != nullptr) {
+            pair->taken = pair->settled + ((refused->wr_id - pair->settled) & kNumberMask);
+        }
         if (error != 0) break_pair(*pair, pair->settled, -EIO, describe_post(error, place_of(*pair)));
     }
     statistics_.requests += used_;
@@ -244,13 +248,31 @@ void Lane::settle(Pair &pair, uint64_t up_to) {
 // them is not proven by that: its read has not come back.
 void Lane::break_pair(Pair &pair, uint64_t proven_up_to, int error, std::string words) {
     pair.broken = true;
-    error_ = std::move(words);
-    dead_[pair.peer].store(1, std::memory_order_release);
+    pair.open = false;
+    pair.words = std::move(words);
+    say(pair);
     for (; pair.settled < pair.posted; ++pair.settled) {
         const Entry &entry = pair.entries[pair.settled & (pair.entries.size() - 1)];
         const bool proven = pair.settled < proven_up_to && !entry.fenced;
-        if (entry.has_token) emit(entry.token, pair.peer, proven ? 0 : error);
+        if (!entry.has_token) continue;
+        emit(entry.token, pair.peer, proven ? 0 : error);
+        pair.owes |= !proven;
     }
+    if (renewable()) pair.handover->stage.store(Stage::kBroken);
+    drain(pair);
+}
+
+// The words of the pair whose error is handed out first: it is the one that the caller asks about.
+void Lane::say(const Pair &pair) {
+    if (!said_) error_ = pair.words;
+    said_ = true;
+}
+
+// A post on a queue pair that is broken.
+void Lane::refuse(Pair &pair, uint64_t token) {
+    pair.owes = true;
+    if (pair.final) say(pair);
+    emit(token, pair.peer, -ECONNRESET);
 }
 
 // One batch from the send queue; the number of completions, or -1 where the queue itself is broken.
@@ -259,10 +281,12 @@ int Lane::fetch_completions() {
     const int got = ibv_poll_cq(send_queue_, kPollBatch, completions);
     for (int i = 0; i < got; ++i) {
         const ibv_wc &completion = completions[i];
-        Pair &pair = pairs_[completion.wr_id >> kPlaceShift];
+        Pair &pair = pairs_[place_of_id(completion.wr_id)];
         ++statistics_.completions;
+        if (!has_tag(completion.wr_id, pair.tag)) continue;
+        const uint64_t number = pair.returned + ((completion.wr_id - pair.returned) & kNumberMask);
+        pair.returned = number + 1;
         if (pair.broken) continue;  // all that it owed was settled when it broke
-        const uint64_t number = pair.settled + ((completion.wr_id - pair.settled) & kNumberMask);
         if (completion.status == IBV_WC_SUCCESS) {
             settle(pair, number + 1);
         } else {
@@ -277,6 +301,7 @@ int64_t Lane::poll_completions(uccl_ep_completion *out, uint64_t capacity) {
     out_ = out;
     out_capacity_ = capacity;
     out_count_ = 0;
+    if (pending_.empty()) said_ = false;
     while (out_count_ < capacity && pending_head_ < pending_.size()) out[out_count_++] = pending_[pending_head_++];
     if (pending_head_ == pending_.size()) {
         pending_.clear();
@@ -285,6 +310,7 @@ int64_t Lane::poll_completions(uccl_ep_completion *out, uint64_t capacity) {
     int got = kPollBatch;
     while (out_count_ < capacity && got == kPollBatch) got = fetch_completions();
     if (watching_ && got == 0) look_at_watches();
+    if (draining_ != 0 || attention_.load(std::memory_order_relaxed)) look_after_pairs();
     out_capacity_ = 0;  // what other calls emit waits for the next call of this one
     if (got < 0) {
         error_ = settings_.device + ": the completion queue of lane " + std::to_string(index_) +
@@ -297,22 +323,15 @@ int64_t Lane::poll_completions(uccl_ep_completion *out, uint64_t capacity) {
 void Lane::refill(Pair &pair) {
     // A quarter of the queue at a time: few calls, and a receiver never runs dry while it refills.
     const uint32_t batch = std::max(1u, pair.settings.receive_depth / 4);
-    while (pair.consumed >= batch && !pair.broken && pair.settings.receive_depth > 0) {
-        ibv_recv_wr requests[64] = {};
-        const uint32_t count = std::min<uint32_t>(pair.consumed, 64);
-        for (uint32_t i = 0; i < count; ++i) {
-            requests[i].wr_id = static_cast<uint64_t>(&pair - pairs_.data()) << kPlaceShift;
-            requests[i].next = i + 1 < count ? &requests[i + 1] : nullptr;
-        }
-        ibv_recv_wr *refused = nullptr;
-        const int error = ibv_post_recv(pair.queue_pair, requests, &refused);
-        ++statistics_.refills;
-        if (error != 0) {
-            break_pair(pair, pair.settled, -EIO, describe_post(error, place_of(pair)));
-            return;
-        }
-        pair.consumed -= count;
+    if (pair.consumed < batch || !pair.open || pair.settings.receive_depth == 0) return;
+    const int error = post_receives(pair.queue_pair, request_id(pair.place, pair.tag, 0), pair.consumed);
+    ++statistics_.refills;
+    if (error != 0) {
+        break_receiver(pair, -EIO, describe_post(error, place_of(pair)));
+        return;
     }
+    pair.receives += pair.consumed;
+    pair.consumed = 0;
 }
 
 // A receive is flushed when its queue pair fails. The cause is in the send queue, if this side was
@@ -320,9 +339,19 @@ void Lane::refill(Pair &pair) {
 void Lane::on_flushed_receive(Pair &pair, const ibv_wc &completion) {
     while (!pair.broken && fetch_completions() > 0) {
     }
-    if (pair.broken) return;
-    break_pair(pair, pair.settled, errno_of(completion.status),
-               describe_completion(completion.status, completion.vendor_err, place_of(pair)));
+    break_receiver(pair, errno_of(completion.status),
+                   describe_completion(completion.status, completion.vendor_err, place_of(pair)));
+}
+
+void Lane::break_receiver(Pair &pair, int error, std::string words) {
+    if (!pair.open) return;
+    if (pair.broken) {  // it has not been brought up since it was replaced
+        pair.open = false;
+        pair.again = true;
+        pair.words = std::move(words);
+    } else {
+        break_pair(pair, pair.settled, error, std::move(words));
+    }
 }
 
 void Lane::post_watch(Pair &pair) {
@@ -330,7 +359,7 @@ void Lane::post_watch(Pair &pair) {
     ibv_recv_wr request = {};
     request.sg_list = &element;
     request.num_sge = 1;
-    request.wr_id = static_cast<uint64_t>(&pair - pairs_.data()) << kPlaceShift;
+    request.wr_id = request_id(pair.place, pair.tag, 0);
     ibv_recv_wr *refused = nullptr;
     const int error = ibv_post_recv(pair.queue_pair, &request, &refused);
     if (error != 0) break_pair(pair, 0, -EIO, describe_post(error, place_of(pair)));
@@ -340,14 +369,17 @@ void Lane::post_watch(Pair &pair) {
 void Lane::look_at_watches() {
     ibv_wc completion;
     while (ibv_poll_cq(receive_queue_, 1, &completion) > 0) {
-        if (completion.status != IBV_WC_SUCCESS)
-            on_flushed_receive(pairs_[completion.wr_id >> kPlaceShift], completion);
+        if (completion.status != IBV_WC_SUCCESS) on_flushed_receive(pairs_[place_of_id(completion.wr_id)], completion);
     }
 }
 
 int64_t Lane::poll_arrivals(uccl_ep_arrival *out, uint64_t capacity) {
-    uint64_t count = 0;
-    while (count < capacity) {
+    uint64_t count = std::min<uint64_t>(capacity, arrived_.size());
+    if (count > 0) {
+        std::copy_n(arrived_.begin(), count, out);
+        arrived_.erase(arrived_.begin(), arrived_.begin() + static_cast<int64_t>(count));
+    }
+    while (count < capacity && arrived_.empty()) {
         ibv_wc completions[kPollBatch];
         const int wanted = static_cast<int>(std::min<uint64_t>(capacity - count, kPollBatch));
         const int got = ibv_poll_cq(receive_queue_, wanted, completions);
@@ -356,17 +388,7 @@ int64_t Lane::poll_arrivals(uccl_ep_arrival *out, uint64_t capacity) {
                      " cannot be polled any more; read the kernel log";
             return -EIO;
         }
-        for (int i = 0; i < got; ++i) {
-            const ibv_wc &completion = completions[i];
-            Pair &pair = pairs_[completion.wr_id >> kPlaceShift];
-            if (completion.status == IBV_WC_SUCCESS) {
-                out[count++] = {ntohl(completion.imm_data), pair.peer, 0};
-                ++pair.consumed;
-                refill(pair);
-            } else {
-                on_flushed_receive(pair, completion);
-            }
-        }
+        for (int i = 0; i < got; ++i) count += take_receive(completions[i], &out[count]) ? 1 : 0;
         if (got < wanted) break;
     }
     return static_cast<int64_t>(count);

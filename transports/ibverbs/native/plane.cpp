@@ -37,6 +37,10 @@ int64_t poll_arrivals(void *context, uint32_t lane, uccl_ep_arrival *out, uint64
     return guarded(context, lane, [&](Lane &it) { return it.poll_arrivals(out, capacity); });
 }
 
+int64_t renew_lane(void *context, uint32_t lane) {
+    return guarded(context, lane, [](Lane &it) { return it.renew(); });
+}
+
 int32_t peer_state(void *context, uint32_t peer) { return static_cast<const Plane *>(context)->peer_state(peer); }
 
 const char *last_error(void *context, uint32_t lane) {
@@ -54,7 +58,7 @@ Handle *handle(uint64_t address, const char *what) {
 
 }  // namespace
 
-Plane::Plane(uint32_t num_ranks, uint64_t max_message, bool immediates, bool signals)
+Plane::Plane(uint32_t num_ranks, uint64_t max_message, bool immediates, bool signals, bool renewals)
     : num_ranks_(num_ranks),
       max_message_(max_message),
       dead_(std::make_unique<std::atomic<uint8_t>[]>(num_ranks)),
@@ -68,6 +72,7 @@ Plane::Plane(uint32_t num_ranks, uint64_t max_message, bool immediates, bool sig
     ops_.poll_arrivals = immediates ? poll_arrivals : nullptr;
     ops_.peer_state = ibverbs::peer_state;
     ops_.last_error = last_error;
+    ops_.renew_lane = renewals ? renew_lane : nullptr;
 }
 
 void Plane::add_lane(LaneSettings settings, uint64_t send_queue, uint64_t receive_queue) {
@@ -78,8 +83,8 @@ void Plane::add_lane(LaneSettings settings, uint64_t send_queue, uint64_t receiv
     queues_.push_back(queues);
 }
 
-void Plane::add_pair(uint32_t lane, uint32_t peer, const Handles &handles, PairSettings settings) {
-    const ibv_qp *raw = handle<ibv_qp>(handles.queue_pair, "queue pair");
+ibv_qp *Plane::checked(uint32_t lane, const Handles &handles) const {
+    ibv_qp *raw = handle<ibv_qp>(handles.queue_pair, "queue pair");
     const ibv_pd *domain = handle<ibv_pd>(handles.protection_domain, "protection domain");
     const Queues &queues = queues_.at(lane);
     const bool consistent = raw->qp_num == handles.qp_num && raw->pd == domain && raw->send_cq == queues.send &&
@@ -90,7 +95,15 @@ void Plane::add_pair(uint32_t lane, uint32_t peer, const Handles &handles, PairS
                                     std::to_string(handles.qp_num) +
                                     "): this pyverbs lays its objects out differently");
     }
-    lanes_.at(lane)->add_pair(peer, const_cast<ibv_qp *>(raw), std::move(settings));
+    return raw;
+}
+
+void Plane::add_pair(uint32_t lane, uint32_t peer, const Handles &handles, PairSettings settings) {
+    lanes_.at(lane)->add_pair(peer, checked(lane, handles), std::move(settings));
+}
+
+void Plane::prepare_pair(uint32_t lane, uint32_t peer, const Handles &handles) {
+    lanes_.at(lane)->prepare(peer, checked(lane, handles));
 }
 
 int32_t Plane::peer_state(uint32_t peer) const {

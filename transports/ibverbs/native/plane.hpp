@@ -19,7 +19,7 @@ struct Handles {
 
 class Plane {
   public:
-    Plane(uint32_t num_ranks, uint64_t max_message, bool immediates, bool signals);
+    Plane(uint32_t num_ranks, uint64_t max_message, bool immediates, bool signals, bool renewals);
 
     void add_lane(LaneSettings settings, uint64_t send_queue, uint64_t receive_queue);
 
@@ -27,12 +27,17 @@ class Plane {
     // objects out differently from what uccl_ep_ibverbs.raw expects.
     void add_pair(uint32_t lane, uint32_t peer, const Handles &handles, PairSettings settings);
 
+    // A new queue pair, initialised and not yet connected, in place of one that has drained. Throws like add_pair.
+    void prepare_pair(uint32_t lane, uint32_t peer, const Handles &handles);
+
     const uccl_ep_transport_ops *ops() const { return &ops_; }
     const Statistics &statistics(uint32_t lane) const { return lanes_.at(lane)->statistics(); }
     Lane *lane(uint32_t index) { return index < lanes_.size() ? lanes_[index].get() : nullptr; }
     int32_t peer_state(uint32_t peer) const;
 
   private:
+    ibv_qp *checked(uint32_t lane, const Handles &handles) const;
+
     struct Queues {
         ibv_cq *send;
         ibv_cq *receive;

@@ -4,7 +4,8 @@ A rank's address is made before it knows its peers, but a reliable connection ne
 number for each pair of ranks. Each device therefore has one datagram queue pair, whose number is in
 the address, and over it the ranks tell each other the numbers. Datagrams may be lost, so they are
 sent again until the peer has shown that it needs them no more; a thread goes on answering until the
-transport is closed, since the last answer may be lost too.
+transport is closed, since the last answer may be lost too. Over the same way the ranks agree on new
+queue pairs in place of broken ones (`renewal`), and tell that they close.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from . import raw
 from .addressing import Address
 from .queue_pairs import address_handle
 from .rail import Rail
+from .renewal import Renewals
 
 QKEY = 0x55434550
 SLOT = 1024  # bytes; one datagram of every InfiniBand and RoCE path
@@ -33,7 +35,10 @@ FIRST_RECEIVES = 8  # posted before the peers are known; each costs a millisecon
 NUM_SENDS = 64
 FIRST_RETRY_S, LAST_RETRY_S = 0.02, 0.5
 
+GOODBYE_S = 0.2  # for the last datagrams to leave; who misses his learns of it by time-out
+
 READY, SEEN = 1, 2  # my queue pairs towards you can receive; I know that yours can
+NOTE, GONE = 4, 8  # what follows is for the peer's `Renewals`; I am closing
 _HEAD = struct.Struct("<4sIIIQQ")  # magic, from, to, flags, nonce of the sender, nonce of the receiver
 _PAIR = struct.Struct("<II")  # number, packet sequence number
 _MAGIC = b"UEP1"
@@ -92,11 +97,18 @@ class Hello:
         self._failure: Exception | None = None
         self._closing = False
         self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
         self._thread: threading.Thread | None = None
+        self._renewals: Renewals | None = None
 
     @property
     def number(self) -> int:
         return int(self._qp.qp_num)
+
+    @property
+    def wake_fd(self) -> int:
+        """A byte written here lets the thread look for queue pairs in error; does not block."""
+        return self._wake_write
 
     def begin(
         self, rank: int, nonce: int, addresses: Mapping[int, Address], rail_index: int, pairs: Mapping[int, list[Any]]
@@ -133,6 +145,14 @@ class Hello:
         """Wait until all peers are ready; `SilentPeerError` when the time is up."""
         self._wait(deadline, lambda it: it.peer_ready)
 
+    def serve(self, renewals: Renewals) -> None:
+        """From now on replace queue pairs."""
+        self._renewals = renewals
+
+    def note(self, rank: int, data: bytes) -> None:
+        """Send bytes to a rank's `Renewals`, once; on this object's thread alone."""
+        self._send(rank, self._peers[rank], NOTE, data)
+
     def _wait(self, deadline: float, condition: Callable[[_Peer], bool]) -> None:
         with self._changed:
             while True:
@@ -154,43 +174,65 @@ class Hello:
         poll.register(self._wake_read, select.POLLIN)
         try:
             while not self._closing:
-                timeout = self._send_due()
-                for fd, _ in poll.poll(timeout):
+                for fd, _ in poll.poll(self._work()):
                     if fd == self._wake_read:
                         os.read(self._wake_read, 64)
+                        if self._renewals is not None:
+                            self._renewals.look(time.monotonic())
                     else:
                         self._channel.get_cq_event(self._queue)
                         self._queue.ack_events(1)
                         self._queue.req_notify()
                 self._take_completions()
+            self._say_goodbye()
         except Exception as error:
+            if self._renewals is not None:
+                self._renewals.end(f"the thread that replaces queue pairs failed: {error}")
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
 
-    def _send_due(self) -> int | None:
-        """Send what is due; milliseconds until something is, or None."""
+    def _work(self) -> int | None:
+        """Do what is due; milliseconds until something is again, or None."""
         now = time.monotonic()
+        times = [self._send_due(now), self._renewals.work(now) if self._renewals is not None else None]
+        soonest = min((it for it in times if it is not None), default=None)
+        return None if soonest is None else max(1, int(1000 * (soonest - now)))
+
+    def _say_goodbye(self) -> None:
+        deadline = time.monotonic() + GOODBYE_S
+        for rank, it in self._peers.items():
+            while not self._free and time.monotonic() < deadline:
+                self._take_completions()
+            if it.peer_ready:
+                self._send(rank, it, GONE)
+        while len(self._free) < NUM_SENDS and time.monotonic() < deadline:
+            self._take_completions()
+
+    def _send_due(self, now: float) -> float | None:
+        """Send the numbers that are due; the time at which to look again, or None."""
         soonest: float | None = None
         with self._changed:
             for rank, it in self._peers.items():
                 if it.peer_ready and it.peer_saw:
                     continue
                 if it.next_send <= now:
-                    self._send(rank, it)
+                    self._send_numbers(rank, it)
                     it.interval = min(2 * it.interval, LAST_RETRY_S)
                     # Spread, so that thousands of ranks do not answer one of them at the same moment.
                     it.next_send = now + it.interval * random.uniform(0.75, 1.25)
                 soonest = it.next_send if soonest is None else min(soonest, it.next_send)
-        return None if soonest is None else max(1, int(1000 * (soonest - now)))
+        return soonest
 
-    def _send(self, rank: int, it: _Peer) -> None:
+    def _send_numbers(self, rank: int, it: _Peer) -> None:
+        flags = (READY if it.ready else 0) | (SEEN if it.peer_ready else 0)
+        self._send(rank, it, flags, b"".join(_PAIR.pack(*pair) for pair in it.pairs))
+
+    def _send(self, rank: int, it: _Peer, flags: int, payload: bytes = b"") -> None:
         if not self._free:
             return  # sent again when it is due the next time
         slot = self._free.pop()
-        flags = (READY if it.ready else 0) | (SEEN if it.peer_ready else 0)
-        data = _HEAD.pack(_MAGIC, self._rank, rank, flags, self._nonce, it.nonce)
-        data += b"".join(_PAIR.pack(*pair) for pair in it.pairs)
+        data = _HEAD.pack(_MAGIC, self._rank, rank, flags, self._nonce, it.nonce) + payload
         offset = slot * (GRH + SLOT)
         self._buffer.write(data, len(data), offset)
         verbs, enums = self._rail.verbs, self._rail.verbs.enums
@@ -227,13 +269,19 @@ class Hello:
         # Anything else is a stray datagram, or one for an earlier buffer whose queue pair had this number.
         if magic != _MAGIC or it is None or receiver != self._rank or (nonce, my_nonce) != (it.nonce, self._nonce):
             return
+        if flags & (NOTE | GONE):
+            if self._renewals is not None and flags & NOTE:
+                self._renewals.take(sender, data[_HEAD.size :], time.monotonic())
+            elif self._renewals is not None:
+                self._renewals.gone(sender, time.monotonic())
+            return
         with self._changed:
             if it.theirs is None:
                 it.theirs = list(_PAIR.iter_unpack(data[_HEAD.size :]))
             it.peer_ready |= bool(flags & READY)
             it.peer_saw |= bool(flags & SEEN)
             if it.ready and not flags & SEEN:
-                self._send(sender, it)
+                self._send_numbers(sender, it)
             self._changed.notify_all()
 
     def close(self) -> None:

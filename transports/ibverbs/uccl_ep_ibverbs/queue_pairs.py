@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import threading
 from typing import Any
 
 from uccl_ep_core.errors import TransportError
@@ -23,10 +24,18 @@ class QueuePair:
     psn: int
     send_queue: Any
     receive_queue: Any
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, repr=False)
+    """Held while ``qp`` is exchanged or used by another thread than the one that exchanges it."""
 
     @property
     def number(self) -> int:
         return int(self.qp.qp_num)
+
+    def fail(self) -> None:
+        """Move the queue pair to its error state: all that was posted on it comes back, and nothing more arrives."""
+        enums = self.rail.verbs.enums
+        with self.lock:
+            self.qp.modify(self.rail.verbs.qp.QPAttr(qp_state=enums.IBV_QPS_ERR), enums.IBV_QP_STATE)
 
     def __str__(self) -> str:
         return f"{self.rail.name}, towards rank {self.peer} (lane {self.lane}, queue pair {self.number})"

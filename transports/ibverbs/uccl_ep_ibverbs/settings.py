@@ -20,6 +20,13 @@ OPTIONS: dict[str, Option] = {
     "timeout": Option(18, "acknowledgement time-out, 4.096 us times 2 to this power", minimum=1, maximum=31),
     "retry": Option(6, "retries after a time-out; 7 is for ever on SoftRoCE", minimum=0, maximum=7),
     "rnr_retry": Option(7, "retries while a receiver posts no receives; 7: for ever", minimum=0, maximum=7),
+    "renew_timeout_s": Option(
+        5.0,
+        "seconds in which a queue pair in error is replaced by a new one, else its peer counts as dead; 0: an error is "
+        "final. iWARP: always final",
+        minimum=0.0,
+        maximum=3600.0,
+    ),
     "send_depth": Option(512, "work requests in flight to each peer on a lane", minimum=16, maximum=32768),
     "receive_depth": Option(512, "receives kept posted for each peer on a lane", minimum=8, maximum=32768),
     "inline_bytes": Option(64, "writes up to this length are copied into the work request", minimum=0, maximum=4096),
@@ -44,6 +51,7 @@ class Settings:
     timeout: int
     retry: int
     rnr_retry: int
+    renew_timeout_s: float
     send_depth: int
     receive_depth: int
     inline_bytes: int

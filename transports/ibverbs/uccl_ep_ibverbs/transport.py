@@ -20,6 +20,7 @@ from .hello import MAX_PAIRS, Hello, SilentPeerError
 from .iwarp import Listener
 from .loader import VerbsMissingError, data_plane, verbs
 from .rail import Rail, Registration
+from .renewal import Renewals
 from .settings import OPTIONS, Settings
 
 MAX_WRITE = 16 << 20
@@ -162,6 +163,11 @@ class IbverbsTransport(Transport):
             inline_bytes=min(rail.inline_bytes for rail in rails),
         )
 
+    @property
+    def renews(self) -> bool:
+        """Whether a queue pair in error is replaced. What rdma_cm has connected, only rdma_cm could connect anew."""
+        return self._settings.renew_timeout_s > 0 and all(rail.kind != "iwarp" for rail in self._rails)
+
     # --- memory and addresses ---
 
     def register(self, memory: Memory) -> int:
@@ -212,6 +218,7 @@ class IbverbsTransport(Transport):
             max_message=promises.max_message,
             immediates=promises.imm_bits > 0,
             signals=promises.native_signal != "none",
+            renewals=self.renews,
         )
         for lane in range(lanes):
             self._add_lane(lane, rank, known)
@@ -266,6 +273,7 @@ class IbverbsTransport(Transport):
                 f"{rail.name} cannot make a completion queue for {len(known)} peers: {error}; lower send_depth"
             ) from error
         self._queues += [send_queue, receive_queue]
+        hello = self._hellos[index]
         local = [self._region(by_rail[index], by_rail[index].lkeys) for by_rail in self._registered]
         self._plane.add_lane(
             device=rail.name,
@@ -274,6 +282,7 @@ class IbverbsTransport(Transport):
             flush_key=rail.flush_buffer.lkey,
             send_queue=raw.handle(send_queue),
             receive_queue=raw.handle(receive_queue),
+            wake_fd=hello.wake_fd if hello is not None and self.renews else -1,
         )
         for peer, address in known.items():
             psn = random.randrange(1 << 24)
@@ -333,6 +342,12 @@ class IbverbsTransport(Transport):
                     )
                 for pair, (number, psn) in zip(mine, theirs, strict=True):
                     queue_pairs.connect(pair, known[peer].rails[index], number, psn)
+            if self.renews:
+                remotes = {peer: address.rails[index] for peer, address in known.items()}
+                limit_s = self._settings.renew_timeout_s
+                hello.serve(
+                    Renewals(rail, self._native, self._plane, pairs, remotes, self._depths, limit_s, hello.note)
+                )
             hello.ready()
             hello.wait_ready(deadline)
         except SilentPeerError as silent:
@@ -370,7 +385,8 @@ class IbverbsTransport(Transport):
             }
             pair = next((it for it in self._pairs if it.rail is rail), None)
             if pair is not None:
-                facts["order_within_a_write"] = raw.data_in_order(pair.qp)
+                with pair.lock:
+                    facts["order_within_a_write"] = raw.data_in_order(pair.qp)
             rails.append(facts)
         settings = self._settings
         return {
@@ -380,6 +396,7 @@ class IbverbsTransport(Transport):
             "send_depth": self._depths[0],
             "receive_depth": self._depths[1],
             "timeout": f"{settings.timeout} ({4.096e-6 * 2**settings.timeout:.3g} s), {settings.retry} retries",
+            "errors": f"replaced within {settings.renew_timeout_s:g} s" if self.renews else "final",
             "service_level": settings.service_level,
             "traffic_class": settings.traffic_class,
             "relaxed_ordering": settings.relaxed_ordering,
