@@ -7,11 +7,11 @@ anything else that runs here only slows either down. Absolute numbers of softwar
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
+import statistics
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import perftest
 import pytest
 from wire import IMMEDIATE, Endpoint, connect_all
 
@@ -28,24 +28,10 @@ LEAST = 0.9
 
 def perftest_rate(device: str, nbytes: int, count: int, gid_index: int, batch: int) -> float:
     """Messages a second as ib_write_bw measures them, posting ``batch`` with one doorbell."""
-    command = ["ib_write_bw", "-d", device, "-x", str(gid_index), "-F", "-s", str(nbytes), "-n", str(count)]
-    command += ["-t", str(DEPTH), "-p", "18599"]
+    words = [*perftest.command("ib_write_bw", device, gid_index, nbytes, count), "-t", str(DEPTH)]
     if batch > 1:
-        command += ["-l", str(batch)]
-    # Line by line, so that the line it is waited for comes through the pipe.
-    server = subprocess.Popen(["stdbuf", "-oL", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        assert server.stdout is not None
-        for line in server.stdout:  # it listens once it says so
-            if "Waiting for client" in line:
-                break
-        client = subprocess.run([*command, "localhost"], capture_output=True, text=True, timeout=120)
-    finally:
-        server.kill()
-        server.wait()
-    found = re.search(rf"^\s*{nbytes}\s+{count}\s+[\d.]+\s+([\d.]+)\s+([\d.]+)", client.stdout, re.MULTILINE)
-    assert found, client.stdout + client.stderr
-    return float(found.group(2)) * 1e6
+        words += ["-l", str(batch)]
+    return perftest.numbers(perftest.both_ends(words), nbytes, count)[2] * 1e6
 
 
 class Rate:
@@ -82,8 +68,7 @@ def rate(connected_device: str) -> Iterator[Rate]:
 
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_plain_writes(rate: Rate, connected_device: str, nbytes: int) -> None:
-    if shutil.which("ib_write_bw") is None:
-        pytest.skip("ib_write_bw is not installed: apt-get install perftest")
+    perftest.require("ib_write_bw")
     gid = rate.sender.transport._rails[0].gid.index  # type: ignore[attr-defined]
     count = SIZES[nbytes]
     ours = theirs = immediate = 0.0
@@ -100,3 +85,41 @@ def test_plain_writes(rate: Rate, connected_device: str, nbytes: int) -> None:
         f"{immediate:.0f}/s, ratio {immediate / theirs:.2f}"
     )
     assert ours >= LEAST * theirs
+
+
+def own_latency_us(sender: Endpoint, receiver: Endpoint, nbytes: int, count: int, yields: bool) -> float:
+    """Median of half an exchange between two endpoints of this process, each driven by a thread of its own."""
+    with ThreadPoolExecutor(2) as threads:
+        far = threads.submit(receiver.ping_pong, 0, nbytes, count, False, yields)
+        near = threads.submit(sender.ping_pong, 1, nbytes, count, True, yields)
+        far.result()
+        return statistics.median(near.result()) * 1e6
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_latency(connected_device: str, nbytes: int) -> None:
+    """Against ib_write_lat on one host, spinning as it does, and yielding the core between looks as a proxy does.
+
+    Where both ends share one core, as in a guest, spinning measures how long each waits for its turn.
+    """
+    perftest.require("ib_write_lat")
+    count = 100
+    endpoints = [Endpoint(connected_device, {}, 2 * nbytes) for _ in range(2)]
+    try:
+        connect_all(endpoints)
+        gid = endpoints[0].transport._rails[0].gid.index  # type: ignore[attr-defined]
+        theirs, spinning, yielding = [], [], []
+        for _ in range(LEAST_ROUNDS):
+            printed = perftest.both_ends(perftest.command("ib_write_lat", connected_device, gid, nbytes, count))
+            theirs.append(perftest.typical_latency_us(printed, nbytes, count))
+            spinning.append(own_latency_us(*endpoints, nbytes, count, yields=False))
+            yielding.append(own_latency_us(*endpoints, nbytes, count, yields=True))
+    finally:
+        for it in endpoints:
+            it.close()
+    reference = min(theirs)
+    print(
+        f"\n{nbytes} bytes: ib_write_lat {reference:.1f} us; spinning {min(spinning):.1f} us, ratio "
+        f"{min(spinning) / reference:.2f}; yielding {min(yielding):.1f} us, ratio {min(yielding) / reference:.2f}"
+    )
+    assert min(min(spinning), min(yielding)) <= reference / LEAST

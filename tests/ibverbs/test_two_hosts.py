@@ -49,7 +49,15 @@ def guest() -> Any:
     return _guest()
 
 
-def run(guest: Any, way: tuple[str, str], netem: str, arguments: str, limit_s: float, timeout_s: float) -> list[str]:
+def run(
+    guest: Any,
+    way: tuple[str, str],
+    netem: str,
+    arguments: str,
+    limit_s: float,
+    timeout_s: float,
+    extra: dict[str, str] | None = None,
+) -> list[str]:
     """What both ranks printed; fails with all that they printed where one does not end with 0."""
     device, plan = way
     settings = {
@@ -58,6 +66,7 @@ def run(guest: Any, way: tuple[str, str], netem: str, arguments: str, limit_s: f
         "UCCL_EP_IBVERBS_DEVICE": device,
         "UCCL_EP_IBVERBS_PLAN": plan,
         "UCCL_EP_TIMEOUT_S": str(timeout_s),
+        **(extra or {}),
     }
     spoil = " && ".join(f"tc qdisc add dev {link} root netem {netem}" for link in ("vec0", "vec1")) if netem else "true"
     command = f"{spoil} && exec timeout {limit_s} {sys.executable} {SCRIPT} {arguments}"
@@ -85,3 +94,28 @@ def test_a_cut_link_names_the_peer(guest: Any, way: tuple[str, str]) -> None:
     for node, log in enumerate(run(guest, way, "", f"cut 20 {timeout_s + 10}", limit_s=600, timeout_s=timeout_s)):
         assert f"rank {1 - node}" in log
         assert "destroyed in" in log
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way[0] == "rxe0"], ids=lambda way: "-".join(way))
+def test_a_link_that_comes_back(guest: Any, way: tuple[str, str]) -> None:
+    """Silent for longer than the queue pairs repeat a packet: they fail on both hosts and are replaced."""
+    quick = {
+        "UCCL_EP_IBVERBS_TIMEOUT": "14",  # 67 ms, four times
+        "UCCL_EP_IBVERBS_RETRY": "3",
+        "UCCL_EP_IBVERBS_RENEW_TIMEOUT_S": "60",
+    }
+    for log in run(guest, way, "", "flap 10 4", limit_s=600, timeout_s=120, extra=quick):
+        found = re.search(r"exact for 30 steps; (\d+) queue pairs replaced, (\d+) writes repeated", log)
+        assert found, log
+        assert int(found.group(1)) > 0, log
+        print(log)
+
+
+def test_latency_against_perftest(guest: Any) -> None:
+    if shutil.which("ib_write_lat") is None:
+        pytest.skip("ib_write_lat is not installed: apt-get install perftest")
+    log = run(guest, WAYS[0], "", "latency", limit_s=600, timeout_s=120)[0]
+    ratios = [float(it) for it in re.findall(r"ratio ([\d.]+)", log)]
+    print(log)
+    assert len(ratios) == 3, log
+    assert max(ratios) <= 1 / 0.9, log

@@ -2,14 +2,17 @@
 
 two_hosts.py steps NUMBER      dispatch and combine, every step checked bit for bit
 two_hosts.py cut STEP SECONDS  the same, but at that step both ends of the link fall silent
-two_hosts.py speed DEVICE      message rate and latency of the bare transport
+two_hosts.py flap STEP SECONDS the same; at that step the link falls silent, and comes back after so many seconds
+two_hosts.py latency           a ping-pong of the bare transport, and ib_write_lat's
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -149,13 +152,88 @@ def cut(at: int, limit_s: float) -> None:
     print(f"destroyed in {time.monotonic() - start:.1f} s", flush=True)
 
 
+def flap(at: int, seconds: float) -> None:
+    """The link is cut for longer than the queue pairs try, but not for longer than they may be replaced."""
+    join()
+    buffer = make_buffer()
+    work = Steps(buffer)
+    for index in range(at):
+        work.step(index)
+    dist.barrier()
+    used = "vec1" if "siw" in os.environ["UCCL_EP_IBVERBS_DEVICE"] else "vec0"
+    link = ["tc", "qdisc", "replace", "dev", used, "root", "netem", "loss"]
+    subprocess.run([*link, "100%"], check=True)
+    back = threading.Timer(seconds, lambda: subprocess.run([*link, "0%"], check=True))
+    back.start()
+    for index in range(at, 3 * at):
+        work.step(index)
+    back.join()
+    dist.barrier()
+    transport, engine = buffer._communicator.transport, buffer.stats()["engine"]
+    replaced = sum(transport.statistics(lane)["renewals"] for lane in range(transport._lanes))
+    buffer.destroy()
+    print(f"exact for {3 * at} steps; {replaced} queue pairs replaced, {engine['retried']} writes repeated", flush=True)
+
+
+def latency() -> None:
+    """Medians of half an exchange, alternating with ib_write_lat, the best of three rounds."""
+    import perftest
+    from wire import Endpoint
+
+    join()
+    device = os.environ["UCCL_EP_IBVERBS_DEVICE"]
+    for nbytes, count in ((8, 2000), (65536, 300), (1 << 20, 50)):
+        endpoint = Endpoint(device, {}, 2 * nbytes)
+        addresses: list[Any] = [None, None]
+        dist.all_gather_object(addresses, endpoint.transport.address())
+        endpoint.connect(NODE, addresses, 1)
+        gid = endpoint.transport._rails[0].gid.index  # type: ignore[attr-defined]
+        words = ["stdbuf", "-oL", *perftest.command("ib_write_lat", device, gid, nbytes, count)]
+        ours, theirs = [], []
+        for _ in range(3):
+            dist.barrier()
+            halves = endpoint.ping_pong(1 - NODE, nbytes, count, first=NODE == 0, yields=False)
+            dist.barrier()
+            ours += [statistics.median(halves) * 1e6] if halves else []
+            theirs += _ib_write_lat(words, nbytes, count)
+        endpoint.close()
+        if NODE == 0:
+            ratio = min(ours) / min(theirs)
+            print(
+                f"latency of {nbytes} bytes: {min(ours):.1f} us, ib_write_lat {min(theirs):.1f} us, ratio {ratio:.2f}",
+                flush=True,
+            )
+    dist.barrier()
+
+
+def _ib_write_lat(words: list[str], nbytes: int, count: int) -> list[float]:
+    import perftest
+
+    if NODE == 1:
+        server = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert server.stdout is not None
+        for line in server.stdout:
+            if "Waiting for client" in line:
+                break
+        dist.barrier()
+        server.communicate(timeout=120)
+        return []
+    dist.barrier()
+    client = subprocess.run([*words, "10.7.0.2"], capture_output=True, text=True, timeout=120)
+    return [perftest.typical_latency_us(client.stdout + client.stderr, nbytes, count)]
+
+
 def main() -> None:
     if sys.argv[1] == "steps":
         steps(int(sys.argv[2]))
     elif sys.argv[1] == "cut":
         cut(int(sys.argv[2]), float(sys.argv[3]))
+    elif sys.argv[1] == "flap":
+        flap(int(sys.argv[2]), float(sys.argv[3]))
+    elif sys.argv[1] == "latency":
+        latency()
     else:
-        raise SystemExit(f"{sys.argv[1]} is neither steps nor cut")
+        raise SystemExit(f"{sys.argv[1]} is none of steps, cut, flap and latency")
     # The process group is left as it is: after a cut its destructor would wait for the other rank.
     sys.stdout.flush()
 

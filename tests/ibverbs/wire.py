@@ -11,6 +11,7 @@ from typing import Any
 
 from uccl_ep_core.transport import Memory, Transport
 from uccl_ep_ibverbs import IbverbsTransport
+from uccl_ep_ibverbs.loader import data_plane
 
 DATA, CONTROL = 0, 1
 IMMEDIATE, FENCED = 1, 2
@@ -114,6 +115,28 @@ class Endpoint:
         wait(lambda: found.extend(self.completions(lane)) or len(found) >= count, limit_s, f"{count} completions")
         assert len(found) == count, f"{len(found)} completions for {count} posts"
         return found
+
+    def ping_pong(self, peer: int, nbytes: int, count: int, first: bool, yields: bool) -> list[float]:
+        """One end of a ping-pong as ib_write_lat plays it; of the end that begins, half the seconds of each exchange.
+
+        Bytes are sent from the first half of the data window and land in the second.
+        """
+        half = len(self.data) // 2
+        assert nbytes <= half
+        start = ctypes.addressof(self.data)
+        found = data_plane().ping_pong(
+            table=self.transport.native_ops,
+            peer=peer,
+            bytes=nbytes,
+            count=count,
+            local_offset=0,
+            remote_offset=half,
+            sent=start + nbytes - 1,
+            landed=start + half + nbytes - 1,
+            first=first,
+            yields=yields,
+        )
+        return list(found)
 
     def close(self) -> None:
         self.transport.close()

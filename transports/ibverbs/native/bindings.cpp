@@ -114,6 +114,28 @@ PYBIND11_MODULE(_native, module) {
         py::kw_only(), py::arg("sender"), py::arg("receiver") = 0, py::arg("peer"), py::arg("flags") = 0,
         py::arg("bytes"), py::arg("count"), py::arg("depth"), py::arg("batch"), py::arg("limit_s") = 60.0,
         "Seconds for a number of writes on lane 0; the tables are given by address.");
+    module.def(
+        "ping_pong",
+        [](uint64_t table, uint32_t peer, uint64_t bytes, uint64_t count, uint64_t local_offset, uint64_t remote_offset,
+           uint64_t sent, uint64_t landed, bool first, bool yields, double limit_s) {
+            const auto *ops = reinterpret_cast<const uccl_ep_transport_ops *>(table);
+            const PingPong work{peer,
+                                bytes,
+                                count,
+                                local_offset,
+                                remote_offset,
+                                reinterpret_cast<uint8_t *>(sent),
+                                reinterpret_cast<const uint8_t *>(landed),
+                                first,
+                                yields,
+                                limit_s};
+            py::gil_scoped_release release;
+            return ping_pong(*ops, work);
+        },
+        py::kw_only(), py::arg("table"), py::arg("peer"), py::arg("bytes"), py::arg("count"), py::arg("local_offset"),
+        py::arg("remote_offset"), py::arg("sent"), py::arg("landed"), py::arg("first"), py::arg("yields"),
+        py::arg("limit_s") = 60.0,
+        "One end of a ping-pong on lane 0; half the seconds of each exchange, of the side that begins.");
     module.def("channel_fd", &channel_fd, py::arg("channel"), py::arg("queue"));
     module.def(
         "describe_completion",

@@ -310,7 +310,7 @@ int64_t Lane::poll_completions(uccl_ep_completion *out, uint64_t capacity) {
     int got = kPollBatch;
     while (out_count_ < capacity && got == kPollBatch) got = fetch_completions();
     if (watching_ && got == 0) look_at_watches();
-    if (draining_ != 0 || attention_.load(std::memory_order_relaxed)) look_after_pairs();
+    if (under_way_ != 0 || attention_.load(std::memory_order_relaxed)) look_after_pairs();
     out_capacity_ = 0;  // what other calls emit waits for the next call of this one
     if (got < 0) {
         error_ = settings_.device + ": the completion queue of lane " + std::to_string(index_) +

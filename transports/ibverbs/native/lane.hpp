@@ -107,6 +107,8 @@ class Lane {
         uint64_t returned = 0;       // all below this number have completed, with or without an error
         uint32_t consumed = 0;       // receives used up since the last refill
         uint32_t receives = 0;       // receives that the device holds
+        uint32_t early_tag = 0;      // of a queue pair that is not in use yet, or never was:
+        uint32_t early = 0;          // receives that it has returned with an error
         bool broken = false;         // nothing is sent
         bool open = true;            // the queue pair may be used; it is before `broken` ends, to receive
         bool owes = false;           // an error was reported, so the caller must ask for a new generation
@@ -163,7 +165,7 @@ class Lane {
     std::vector<int32_t> place_by_rank_;  // index into pairs_, -1: no peer
     std::vector<Pair> pairs_;
     bool watching_ = false;  // some pair has a watch
-    uint32_t draining_ = 0;  // pairs whose broken queue pair still has to return something
+    uint64_t under_way_ = 0;  // pairs that are being replaced
     std::atomic<bool> attention_{false};  // a pair's handover has news
     std::atomic<bool> ended_{false};      // no queue pair is replaced any more
     std::vector<uccl_ep_arrival> arrived_;  // found while draining, handed out by the next poll_arrivals

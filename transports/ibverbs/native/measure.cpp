@@ -63,4 +63,57 @@ double measure(const uccl_ep_transport_ops &sender, const uccl_ep_transport_ops 
     return elapsed();
 }
 
+std::vector<double> ping_pong(const uccl_ep_transport_ops &ops, const PingPong &work) {
+    using Clock = std::chrono::steady_clock;
+    const auto deadline =
+        Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(work.limit_s));
+    uint64_t outstanding = 0;
+    const auto poll = [&] {
+        uccl_ep_completion completions[kPoll];
+        const int64_t done = ops.poll_completions(ops.context, 0, completions, kPoll);
+        check(done, ops);
+        for (int64_t i = 0; i < done; ++i) {
+            if (completions[i].status != 0) throw std::runtime_error(ops.last_error(ops.context, 0));
+        }
+        outstanding -= static_cast<uint64_t>(done);
+    };
+    uint64_t looks = 0;
+    const auto pause = [&] {
+        if (work.yields) sched_yield();
+        if (++looks % 4096 == 0 && Clock::now() > deadline) {
+            throw std::runtime_error("the ping-pong did not end within " + std::to_string(work.limit_s) + " s");
+        }
+    };
+    uccl_ep_write write = {};
+    write.peer = work.peer;
+    write.bytes = work.bytes;
+    write.local_offset = work.local_offset;
+    write.remote_offset = work.remote_offset;
+    std::vector<double> halves;
+    auto before = Clock::now();
+    for (uint64_t number = 1; number <= 2 * work.count; ++number) {
+        if ((number % 2 == 1) == work.first) {
+            while (outstanding != 0) {  // the bytes of a write stay as they are until it completes
+                poll();
+                if (outstanding != 0) pause();
+            }
+            *work.sent = static_cast<uint8_t>(number);
+            while (ops.post_writes(ops.context, 0, &write, 1) == 0) poll();
+            ++outstanding;
+        } else {
+            while (__atomic_load_n(work.landed, __ATOMIC_ACQUIRE) != static_cast<uint8_t>(number)) pause();
+            if (work.first) {
+                const auto now = Clock::now();
+                halves.push_back(std::chrono::duration<double>(now - before).count() / 2);
+                before = now;
+            }
+        }
+    }
+    while (outstanding != 0) {
+        poll();
+        if (outstanding != 0) pause();
+    }
+    return halves;
+}
+
 }  // namespace uccl_ep::ibverbs

@@ -95,7 +95,12 @@ void Lane::wake() {
 
 void Lane::look_after_pairs() {
     attention_.exchange(false, std::memory_order_acq_rel);
+    // Also what belongs to no queue pair in use: a new one that failed before it was connected returns its receives,
+    // and completion queues must never overflow.
+    if (under_way_ != 0) drain_receives();
     for (Pair &pair : pairs_) look_after(pair);
+    under_way_ = static_cast<uint64_t>(
+        std::count_if(pairs_.begin(), pairs_.end(), [](const Pair &it) { return it.broken && !it.final; }));
 }
 
 void Lane::look_after(Pair &pair) {
@@ -113,12 +118,8 @@ void Lane::look_after(Pair &pair) {
             }
             return;
         case Stage::kBroken:
-            if (pair.final) return;
-            drain_receives();
-            if (pair.receives == 0 && pair.returned == pair.taken && pass_on(pair, Stage::kBroken, Stage::kDrained)) {
-                --draining_;
-                wake();
-            }
+            if (pair.final || pair.receives != 0 || pair.returned != pair.taken) return;
+            if (pass_on(pair, Stage::kBroken, Stage::kDrained)) wake();
             return;
         case Stage::kDrained:
             return;
@@ -140,9 +141,6 @@ void Lane::look_after(Pair &pair) {
             pair.final = true;
             pair.words += " The queue pair was not replaced: " + handover.last_words + ".";
             say(pair);
-            draining_ = static_cast<uint32_t>(std::count_if(pairs_.begin(), pairs_.end(), [](const Pair &it) {
-                return !it.final && it.handover->stage.load(std::memory_order_acquire) == Stage::kBroken;
-            }));
             return;
     }
 }
@@ -151,7 +149,7 @@ void Lane::look_after(Pair &pair) {
 // and ended_, whoever ends renewals sees this pair or is seen here.
 void Lane::drain(Pair &pair) {
     if (renewable() && !ended_.load()) {
-        ++draining_;
+        ++under_way_;
         wake();
     } else {
         pair.final = true;
@@ -173,6 +171,12 @@ void Lane::adopt(Pair &pair) {
     pair.open = true;
     pair.consumed = 0;
     pair.receives = pair.settings.receive_depth;
+    if (pair.early != 0 && pair.early_tag == (pair.tag & 0xFF)) {  // it failed before anybody was told that it is there
+        pair.receives -= pair.early;
+        pair.open = false;
+        pair.again = true;
+    }
+    pair.early = 0;
     pair.taken = pair.returned = pair.posted;
     ++statistics_.renewals;
 }
@@ -212,7 +216,13 @@ bool Lane::take_receive(const ibv_wc &completion, uccl_ep_arrival *arrival) {
     Pair &pair = pairs_[place_of_id(completion.wr_id)];
     if (!has_tag(completion.wr_id, pair.tag)) look_after(pair);  // the first of a new queue pair
     const bool current = has_tag(completion.wr_id, pair.tag);
-    if (current) --pair.receives;
+    if (current) {
+        --pair.receives;
+    } else if (completion.status != IBV_WC_SUCCESS) {
+        if (!has_tag(completion.wr_id, pair.early_tag)) pair.early = 0;
+        pair.early_tag = tag_of_id(completion.wr_id);
+        ++pair.early;
+    }
     if (completion.status != IBV_WC_SUCCESS) {
         if (current) on_flushed_receive(pair, completion);
         return false;

@@ -40,7 +40,8 @@ inline uint64_t request_id(uint32_t place, uint32_t tag, uint64_t number) {
     return uint64_t{place} << kPlaceShift | uint64_t{tag & 0xFF} << kTagShift | (number & kNumberMask);
 }
 inline uint32_t place_of_id(uint64_t id) { return static_cast<uint32_t>(id >> kPlaceShift); }
-inline bool has_tag(uint64_t id, uint32_t tag) { return ((id >> kTagShift) & 0xFF) == (tag & 0xFF); }
+inline uint32_t tag_of_id(uint64_t id) { return static_cast<uint32_t>(id >> kTagShift) & 0xFF; }
+inline bool has_tag(uint64_t id, uint32_t tag) { return tag_of_id(id) == (tag & 0xFF); }
 
 // Posts `count` receives without memory, for immediates; 0 or an errno.
 int post_receives(ibv_qp *queue_pair, uint64_t id, uint32_t count);

@@ -267,7 +267,9 @@ class IbverbsTransport(Transport):
         library = rail.verbs
         try:
             send_queue = library.cq.CQ(rail.context, max(1, len(known) * send_depth))
-            receive_queue = library.cq.CQ(rail.context, max(1, len(known) * receive_depth))
+            # Room for two of each pair: one that fails, and the next that fails before its receives are looked at.
+            room = min(2 * len(known) * receive_depth, rail.limits.max_cqe)
+            receive_queue = library.cq.CQ(rail.context, max(1, room))
         except Exception as error:
             raise TransportError(
                 f"{rail.name} cannot make a completion queue for {len(known)} peers: {error}; lower send_depth"
