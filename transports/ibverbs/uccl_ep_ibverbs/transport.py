@@ -366,6 +366,15 @@ class IbverbsTransport(Transport):
             raise TransportError("the ibverbs transport is not connected: call connect() first")
         return int(self._plane.ops_address)
 
+    def break_lane(self, lane: int) -> bool:
+        """Move this end's queue pairs of a lane into their error state; True where they will be replaced."""
+        if not self.renews:
+            return False
+        for pair in self._pairs:
+            if pair.lane == lane:
+                pair.fail()
+        return True
+
     def statistics(self, lane: int) -> Mapping[str, int]:
         """Counts of one lane: work requests, doorbells, completions, fencing reads, receive refills."""
         return dict(self._plane.statistics(lane)) if self._plane is not None else {}
