@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import subprocess
@@ -41,11 +42,15 @@ def both_ends(words: Sequence[str]) -> str:
 
 def numbers(printed: str, nbytes: int, count: int) -> list[float]:
     """The figures behind size and count in the last line of results."""
-    found = re.findall(rf"^\s*{nbytes}\s+{count}\s+([\d.\s]+?)\s*$", printed, re.MULTILINE)
+    found = re.findall(rf"^\s*{nbytes}\s+{count}\s+([-\w.\s]+?)\s*$", printed, re.MULTILINE)
     assert found, printed
     return [float(it) for it in found[-1].split()]
 
 
-def typical_latency_us(printed: str, nbytes: int, count: int) -> float:
-    """``t_typical`` of ib_write_lat: the median, in microseconds. Columns: least, most, typical, average, ..."""
-    return numbers(printed, nbytes, count)[2]
+def typical_latency_us(printed: str, nbytes: int, count: int) -> list[float]:
+    """``t_typical`` of ib_write_lat: the median, in microseconds; nothing where it could not tell.
+
+    It measures the clock rate of the core first, and on a busy machine gives up on that and prints "inf".
+    """
+    typical = numbers(printed, nbytes, count)[2]  # columns: least, most, typical, average, ...
+    return [typical] if math.isfinite(typical) and typical > 0 else []

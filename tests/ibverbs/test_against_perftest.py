@@ -108,15 +108,20 @@ def test_latency(connected_device: str, nbytes: int) -> None:
     try:
         connect_all(endpoints)
         gid = endpoints[0].transport._rails[0].gid.index  # type: ignore[attr-defined]
-        theirs, spinning, yielding = [], [], []
-        for _ in range(LEAST_ROUNDS):
+        theirs: list[float] = []
+        spinning, yielding = [], []
+        for number in range(MOST_ROUNDS):
+            if number >= LEAST_ROUNDS and theirs:
+                break
             printed = perftest.both_ends(perftest.command("ib_write_lat", connected_device, gid, nbytes, count))
-            theirs.append(perftest.typical_latency_us(printed, nbytes, count))
+            theirs += perftest.typical_latency_us(printed, nbytes, count)
             spinning.append(own_latency_us(*endpoints, nbytes, count, yields=False))
             yielding.append(own_latency_us(*endpoints, nbytes, count, yields=True))
     finally:
         for it in endpoints:
             it.close()
+    if not theirs:
+        pytest.skip(f"ib_write_lat could not measure this core's clock in {MOST_ROUNDS} runs: the machine is too busy")
     reference = min(theirs)
     print(
         f"\n{nbytes} bytes: ib_write_lat {reference:.1f} us; spinning {min(spinning):.1f} us, ratio "
