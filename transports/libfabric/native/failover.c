@@ -19,7 +19,6 @@
 #include "fabric.h"
 
 enum { kQuietCalls = 64 };
-static const uint64_t kDrainLimitNs = 50000000;
 
 /* Errors that speak of the peer or the path, not of what we asked for. */
 bool fab_is_peer_error(int error) {
@@ -160,16 +159,18 @@ void fab_refused(fab_lane *lane, uint32_t rail_index, uint32_t peer) {
 }
 
 /* Take in what has landed. A provider may need several calls before it shows an immediate whose write it
- * has already acknowledged, hence the quiet ones. */
+ * has already acknowledged, hence the quiet ones. The bound is that of the library's credits and no time: a
+ * thread that has lost its core for so long would leave arrivals behind for good. */
 static void drain(fab_lane *lane, uint32_t rail) {
-    const uint64_t end = fab_now_ns() + kDrainLimitNs;
-    for (uint32_t quiet = 0; quiet < kQuietCalls && fab_now_ns() < end; quiet++) {
+    uint64_t taken = 0;
+    for (uint32_t quiet = 0; quiet < kQuietCalls && taken <= lane->context->receive_depth; quiet++) {
         uccl_ep_arrival arrivals[FAB_CQ_BATCH];
         const uint64_t count = fab_read_arrivals(lane, rail, arrivals, FAB_CQ_BATCH);
         for (uint64_t i = 0; i < count; i++) {
             fab_stash_push(lane, arrivals[i].immediate);
             quiet = 0;
         }
+        taken += count;
     }
 }
 
