@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from uccl_ep.bench import gpu, records
+from uccl_ep.bench import channel, ep, gpu, ordering, records, transport
 from uccl_ep.bench.channel import slower_than
 from uccl_ep.bench.workload import Case, inputs
+from uccl_ep_core import conformance
+from uccl_ep_core.errors import ConfigurationError
 
 
 def test_bench_ep_writes_records_and_a_plot(tmp_path: Path) -> None:
@@ -90,11 +93,58 @@ def test_bench_ordering_compares_plans_on_one_transport(tmp_path: Path) -> None:
     assert (tmp_path / "ordering.png").stat().st_size > 10_000
 
 
-def test_bench_refuses_nonsense() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "uccl_ep.bench.ep", "--iterations", "0"], capture_output=True, text=True
-    )
-    assert done.returncode == 2 and "--iterations" in done.stderr
+@pytest.mark.parametrize(
+    ("command", "arguments", "words"),
+    [
+        (ep.main, "--iterations 0", ["--iterations", "at least 1"]),
+        (ep.main, "--ranks 0", ["--ranks", "at least 1"]),
+        (ep.main, "--tokens -1", ["--tokens", "at least 0"]),
+        (ep.main, "--hidden 0", ["--hidden", "at least 1"]),
+        (ep.main, "--topk 0", ["--topk", "at least 1"]),
+        (ep.main, "--domain-size -1", ["--domain-size", "at least 0"]),
+        (ep.main, "--ranks 2 --experts 7", ["--experts", "6 or 8"]),
+        (ep.main, "--ranks 2 --experts 4 --topk 5", ["--topk 5", "at most 4"]),
+        (ep.main, "--json {tmp}/none/x.json", ["--json", "{tmp}/none"]),
+        (ep.main, "--json {tmp}", ["--json", "is a folder"]),
+        (ep.main, "--plot {tmp}/x.nope", ["--plot", ".png"]),
+        (channel.main, "--laps 0", ["--laps", "at least 1"]),
+        (ordering.main, "--writes 0", ["--writes", "at least 1"]),
+        (transport.main, "--transport shm --rounds 0", ["--rounds", "at least 1"]),
+        (conformance.main, "--transport shm --seeds 0", ["--seeds", "at least 1"]),
+        (conformance.main, "--transport shm --seed -1", ["--seed", "at least 0"]),
+        (conformance.main, "--transport shm --limit 0", ["--limit", "above 0"]),
+        (conformance.main, "--transport shm --limit nan", ["--limit", "finite"]),
+        (conformance.main, "--transport shm --json {tmp}/none/x.json", ["--json", "{tmp}/none"]),
+    ],
+)
+def test_nonsense_is_refused_before_anything_runs(
+    command: Callable[[Sequence[str]], int],
+    arguments: str,
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        command(arguments.replace("{tmp}", str(tmp_path)).split())
+    assert ended.value.code == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert all(word.replace("{tmp}", str(tmp_path)) in message for word in words), message
+
+
+def test_what_a_rank_refuses_reaches_the_caller_as_it_was() -> None:
+    with pytest.raises(ConfigurationError, match="cannot wrap itself"):
+        transport.main(["--transport", "sim", "--option", "inner=sim", "--rounds", "1"])
+
+
+def test_any_number_of_ranks_runs_with_the_default_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Case] = []
+    monkeypatch.setattr(ep, "run", lambda cases, **_: asked.extend(cases) or [])
+    monkeypatch.setattr(ep, "put_out", lambda *_: None)
+    assert ep.main(["--device", "cpu", "--ranks", "3"]) == 0
+    assert [case.experts for case in asked] == [288, 258]
 
 
 def test_records_round_trip(tmp_path: Path) -> None:

@@ -69,6 +69,27 @@ def expert_below_minus_one(ctx: Context, buffer: Any) -> Wrong:
     return lambda: buffer.get_dispatch_layout(ids, EXPERTS), ["-2", "-1"]
 
 
+def sparse_tokens(ctx: Context, buffer: Any) -> Wrong:
+    return lambda: dispatch(ctx, buffer, x=inputs(ctx)[0].to_sparse()), ["x is", "to_dense"]
+
+
+def sparse_weights(ctx: Context, buffer: Any) -> Wrong:
+    return lambda: dispatch(ctx, buffer, topk_weights=inputs(ctx)[2].to_sparse()), ["topk_weights", "to_dense"]
+
+
+def sparse_index_of_layout(ctx: Context, buffer: Any) -> Wrong:
+    return lambda: buffer.get_dispatch_layout(inputs(ctx)[1].to_sparse(), EXPERTS), ["topk_idx", "to_dense"]
+
+
+def negative_experts(ctx: Context, buffer: Any) -> Wrong:
+    n = ctx.num_ranks
+    return lambda: buffer.get_dispatch_layout(inputs(ctx)[1], -1), [f"-1 experts on {n}", f"use {n}"]
+
+
+def sparse_low_latency_tokens(ctx: Context, buffer: Any) -> Wrong:
+    return lambda: low_latency_dispatch(ctx, buffer, x=inputs(ctx)[0].to_sparse()), ["x is", "to_dense"]
+
+
 def index_of_int16(ctx: Context, buffer: Any) -> Wrong:
     return lambda: dispatch(ctx, buffer, topk_idx=inputs(ctx)[1].short()), ["int16", "int64"]
 

@@ -42,6 +42,8 @@ def names(dtypes: object) -> str:
 def check_tensor(name: str, tensor: object) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise ArgumentError(f"{name} is {tensor.layout}: give a dense tensor, as {name}.to_dense() makes")
     return tensor
 
 
@@ -139,8 +141,8 @@ def check_experts(num_experts: int, num_ranks: int) -> None:
     if not isinstance(num_experts, int):
         raise ArgumentError(f"num_experts = {num_experts!r}: must be an int, not {type(num_experts).__name__}")
     if num_experts <= 0 or num_experts % num_ranks:
-        lower, upper = num_experts // num_ranks * num_ranks, (num_experts // num_ranks + 1) * num_ranks
-        would = f"{lower} or {upper}" if lower else f"{upper}"
+        lower = max(num_experts, 0) // num_ranks * num_ranks
+        would = f"{lower} or {lower + num_ranks}" if lower else f"{num_ranks}"
         raise ArgumentError(f"{num_experts} experts on {num_ranks} ranks: must be divisible, use {would}")
 
 

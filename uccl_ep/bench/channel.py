@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 
 from uccl_ep_core import _native
+from uccl_ep_core.argument_types import at_least
 
 from ..plain_text import plain
 from .records import Record, add_output_options, put_out
@@ -150,14 +151,12 @@ def slower_than(records: Sequence[Record], floor: float) -> list[Record]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = argparse.ArgumentParser(description=plain(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of each case (default 7)")
-    parser.add_argument("--laps", type=int, default=100, help="fills of the ring in a round (default 100)")
+    parser.add_argument("--rounds", type=at_least(1), default=7, help="rounds of each case (default 7)")
+    parser.add_argument("--laps", type=at_least(1), default=100, help="fills of the ring in a round (default 100)")
     parser.add_argument("--require", type=float, default=0.0, metavar="RATE",
                         help="exit with status 1 where a proxy takes fewer than RATE million commands/s")  # fmt: skip
     add_output_options(parser, "rates")
     given = parser.parse_args(arguments)
-    if given.rounds < 1 or given.laps < 1:
-        parser.error("--rounds and --laps must be at least 1")
 
     from rich.progress import Progress
 

@@ -22,6 +22,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from uccl_ep_core.argument_types import at_least
+from uccl_ep_core.errors import ArgumentError
+
 from ..plain_text import plain
 from .records import Record, add_output_options, put_out
 from .spawn import run_ranks, under_torchrun
@@ -172,17 +175,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=plain(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=["low-latency", "high-throughput", "both"], default="both")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where tensors are")
-    parser.add_argument("--ranks", type=int, help="processes to start (default: 4, or a GPU each; not under torchrun)")
-    parser.add_argument("--domain-size", type=int, default=0, help="ranks per scale-up domain (default: all in one)")
-    parser.add_argument("--iterations", type=int, default=20, help="timed rounds (default 20)")
-    for name, what in (("tokens", "tokens per rank"), ("hidden", "elements of a token"), ("topk", "picks per token"),
-                       ("experts", "experts in all")):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, help=f"{what} (default: the mode's)")
+    parser.add_argument("--ranks", type=at_least(1), help="processes to start (default: 4, or a GPU each)")
+    parser.add_argument(
+        "--domain-size", type=at_least(0), default=0, help="ranks per scale-up domain (default: all in one)"
+    )
+    parser.add_argument("--iterations", type=at_least(1), default=20, help="timed rounds (default 20)")
+    for name, least, what in (("tokens", 0, "tokens per rank"), ("hidden", 1, "elements of a token"),
+                              ("topk", 1, "picks per token"), ("experts", 1, "experts in all")):  # fmt: skip
+        parser.add_argument(f"--{name}", type=at_least(least), help=f"{what} (default: the mode's)")
     parser.add_argument("--skewed", action="store_true", help="every fourth token picks the same expert")
     add_output_options(parser, "times")
     given = parser.parse_args(arguments)
-    if given.iterations < 1 or (given.ranks is not None and given.ranks < 1):
-        parser.error("--iterations and --ranks must be at least 1")
     device = given.device
     if device != "cpu":
         import torch
@@ -191,6 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if device == "cuda" and not available:
             parser.error("--device cuda: torch sees no GPU here; --device cpu runs on any machine")
         device = "cuda" if available else "cpu"
+    from uccl_ep.tensors import check_experts
+
     changes = {n: getattr(given, n) for n in ("tokens", "hidden", "topk", "experts") if getattr(given, n) is not None}
     if "tokens" in changes:
         changes["most"] = 0
@@ -199,9 +204,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "high-throughput": GPU_HIGH_THROUGHPUT if device == "cuda" else (HIGH_THROUGHPUT,),
     }
     chosen = [case for mode, of_mode in modes.items() if given.mode in (mode, "both") for case in of_mode]
+    ranks = ranks_of(given, device)
     cases = list(dict.fromkeys(dataclasses.replace(case, **changes, skewed=given.skewed) for case in chosen))
+    if given.experts is None:  # so that any number of ranks runs without it
+        cases = [dataclasses.replace(case, experts=-(-case.experts // ranks) * ranks) for case in cases]
+    for case in cases:
+        try:
+            check_experts(case.experts, ranks)
+        except ArgumentError as error:
+            parser.error(f"--experts: {error}")
+        if case.topk > case.experts:
+            parser.error(f"--topk {case.topk} of {case.experts} experts: at most {case.experts} can be picked")
     if device == "cuda":
-        return _on_gpus(given, cases)
+        return _on_gpus(given, cases, ranks)
 
     from rich.progress import Progress
 
@@ -214,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         found = run(
             cases,
-            ranks=given.ranks or 4,
+            ranks=ranks,
             domain_size=given.domain_size,
             iterations=given.iterations,
             on_event=on_event,
@@ -225,16 +240,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _on_gpus(given: argparse.Namespace, cases: Sequence[Case]) -> int:
-    import torch
+def ranks_of(given: argparse.Namespace, device: str) -> int:
+    if under_torchrun():
+        return int(os.environ["WORLD_SIZE"])
+    if device == "cuda" and given.ranks is None:
+        import torch
 
+        return max(2, torch.cuda.device_count())
+    return given.ranks or 4
+
+
+def _on_gpus(given: argparse.Namespace, cases: Sequence[Case], ranks: int) -> int:
     from . import gpu
 
     def on_event(rank: int, event: Any) -> None:
         if rank == 0:
             print(f"timed: {event[0]}, {event[1]}", flush=True)
 
-    ranks = given.ranks or max(2, torch.cuda.device_count())
     found = gpu.run(cases, ranks=ranks, domain_size=given.domain_size, iterations=given.iterations, on_event=on_event)
     put_out(given, found, "uccl_ep against NCCL all_to_all_single and DeepEP")
     return 0

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from uccl_ep_core import _native, registry, shared_memory
+from uccl_ep_core.argument_types import at_least
 from uccl_ep_core.transport import Memory
 
 from ..plain_text import plain
@@ -185,12 +186,10 @@ def run(
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = argparse.ArgumentParser(description=plain(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=41, help="rounds of each case (default 41)")
-    parser.add_argument("--writes", type=int, default=4096, help="writes of a round (default 4096)")
+    parser.add_argument("--rounds", type=at_least(1), default=41, help="rounds of each case (default 41)")
+    parser.add_argument("--writes", type=at_least(1), default=4096, help="writes of a round (default 4096)")
     add_output_options(parser, "rates")
     given = parser.parse_args(arguments)
-    if given.rounds < 1 or given.writes < 1:
-        parser.error("--rounds and --writes must be at least 1")
 
     from rich.progress import Progress
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from uccl_ep_core.argument_types import output_file
+
 
 @dataclasses.dataclass(frozen=True)
 class Record:
@@ -116,16 +118,30 @@ def plot(path: str | Path, records: Sequence[Record], title: str, unit: str = "u
     plt.close(figure)
 
 
+def plot_file(text: str) -> str:
+    """An `output_file` of a format that matplotlib, which must be installed, can write."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ModuleNotFoundError:
+        raise argparse.ArgumentTypeError("matplotlib is not installed: pip install 'uccl_ep[plot]'") from None
+    formats = FigureCanvasBase.get_supported_filetypes()
+    suffix = Path(text).suffix.removeprefix(".").lower()
+    if suffix and suffix not in formats:  # without one, matplotlib adds its own
+        raise argparse.ArgumentTypeError(f"{text}: use .png or one of {', '.join(sorted(formats))}")
+    return output_file(text)
+
+
 def add_output_options(parser: argparse.ArgumentParser, drawn: str = "") -> None:
     """The options that `put_out` goes by: ``--json``, and ``--plot`` where there is something to draw.
 
     Args:
         drawn: what the plot shows, e.g. ``"times"``; "" for a benchmark without a plot.
     """
-    parser.add_argument("--json", metavar="FILE", help="write the records to FILE")
+    parser.add_argument("--json", metavar="FILE", type=output_file, help="write the records to FILE")
     parser.set_defaults(plot=None)
     if drawn:
-        parser.add_argument("--plot", metavar="FILE", help=f"draw the {drawn} to FILE (needs matplotlib)")
+        what = f"draw the {drawn} to FILE (needs matplotlib)"
+        parser.add_argument("--plot", metavar="FILE", type=plot_file, help=what)
 
 
 def put_out(given: argparse.Namespace, records: Sequence[Record], title: str = "", unit: str = "us") -> None:

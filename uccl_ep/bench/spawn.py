@@ -12,7 +12,12 @@ from datetime import timedelta
 from multiprocessing import connection
 from typing import Any
 
+from uccl_ep_core.errors import ArgumentError, BackendUnavailableError, CapabilityError, ConfigurationError
+
 Function = Callable[..., Any]
+
+# What the caller can set right: raised here as it was there, since where in a rank it arose helps nobody.
+REFUSALS = (ArgumentError, BackendUnavailableError, CapabilityError, ConfigurationError)
 
 
 def under_torchrun() -> bool:
@@ -32,6 +37,9 @@ def _child(rank: int, num_ranks: int, store: str, pipe: Any, env: Mapping[str, s
         result = call(rank, num_ranks, *args, report=lambda event: pipe.send(("event", event)))
         dist.destroy_process_group()
         pipe.send(("done", result))
+    except REFUSALS as refusal:
+        pipe.send(("refused", refusal))
+        os._exit(1)
     except BaseException:
         pipe.send(("failed", traceback.format_exc(limit=12)))
         os._exit(1)  # the other ranks may be waiting for this one: do not wait for their threads
@@ -50,6 +58,7 @@ def run_ranks(
     ``call`` is a module-level function. What a rank gives to ``report`` reaches ``on_event(rank, event)`` here.
 
     Raises:
+        EPError: a rank refused what it was asked for, see `REFUSALS`. All ranks are ended.
         RuntimeError: a rank failed or is late; with its traceback. All ranks are ended.
     """
     # Children forked from a server that has imported torch, and started nothing, are up in a moment.
@@ -101,6 +110,8 @@ def _collect(pipes: dict[Any, int], on_event: Callable[[int, Any], None] | None,
                 kind, value = pipe.recv()
             except (EOFError, ConnectionError):
                 raise RuntimeError(f"rank {rank} died") from None
+            if kind == "refused":
+                raise value
             if kind == "failed":
                 raise RuntimeError(f"rank {rank} failed:\n{value}")
             if kind == "event":

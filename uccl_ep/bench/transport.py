@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from uccl_ep_core.argument_types import at_least
+
 from ..plain_text import plain
 from .records import Record, add_output_options, put_out
 from .spawn import run_ranks
@@ -216,11 +218,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=plain(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transport", required=True, help="the transport's name, e.g. libfabric")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an option; repeatable")
-    parser.add_argument("--rounds", type=int, default=7, help="timed rounds of each size (default 7)")
+    parser.add_argument("--rounds", type=at_least(1), default=7, help="timed rounds of each size (default 7)")
     add_output_options(parser)
     given = parser.parse_args(arguments)
-    if given.rounds < 1:
-        parser.error("--rounds must be at least 1")
     options = {}
     for pair in given.option:
         name, found, value = pair.partition("=")

@@ -6,10 +6,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from uccl_ep_core.argument_types import at_least, output_file, seconds
 from uccl_ep_core.errors import EPError
 
 from .checks import CHECKS
 from .runner import run
+
+
+def file_or_terminal(text: str) -> str:
+    return text if text == "-" else output_file(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -21,10 +26,14 @@ def _parser() -> argparse.ArgumentParser:
         "--option", action="append", default=[], metavar="NAME=VALUE", help="option of the transport; may be repeated"
     )
     parser.add_argument("--check", action="append", default=[], choices=list(CHECKS), help="only this; may be repeated")
-    parser.add_argument("--seed", type=int, default=1, help="first seed")
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
-    parser.add_argument("--limit", type=float, default=10.0, help="seconds within which what must happen has happened")
-    parser.add_argument("--json", metavar="FILE", help="write the report here as JSON; - for the terminal")
+    parser.add_argument("--seed", type=at_least(0), default=1, help="first seed")
+    parser.add_argument("--seeds", type=at_least(1), default=3, help="number of seeds")
+    parser.add_argument(
+        "--limit", type=seconds, default=10.0, help="seconds within which what must happen has happened"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", type=file_or_terminal, help="write the report here as JSON; - for the terminal"
+    )
     return parser
 
 
@@ -38,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"--option {item!r}: expected NAME=VALUE, for example seed=1", file=sys.stderr)
             return 2
         options[name] = value
-    seeds = range(arguments.seed, arguments.seed + max(arguments.seeds, 1))
+    seeds = range(arguments.seed, arguments.seed + arguments.seeds)
     try:
         report = run(arguments.transport, options, seeds=seeds, checks=arguments.check, limit_s=arguments.limit)
     except EPError as error:
