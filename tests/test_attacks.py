@@ -250,7 +250,7 @@ def test_destroyed_by_another_thread(pool: RankPool, domain: int) -> None:
 
 
 def forked(ctx: Context) -> str:
-    """A fork may neither use nor close what is its parent's."""
+    """A fork may neither use nor close what is its parent's, nor wait for ever in its parent's group."""
     buffer, ids = ctx.new_buffer(), routes()
     dispatch(buffer, ids)
     read, write = os.pipe()
@@ -259,6 +259,7 @@ def forked(ctx: Context) -> str:
         try:
             text = refused(BufferClosedError, lambda: dispatch(buffer, ids), "fork")
             buffer.destroy()
+            refused(ArgumentError, lambda: ctx.new_buffer(), "forkserver")
         except BaseException as error:
             text = f"wrong: {error!r}"
         os.write(write, text.encode())

@@ -15,7 +15,7 @@ import closed_form
 import uccl_ep
 import uccl_ep.utils
 from ranks import Context, RankPool, check_equal
-from uccl_ep import ArgumentError, Buffer, Config, EventHandle, EventOverlap, reference
+from uccl_ep import ArgumentError, Buffer, Config, ElasticBuffer, EventHandle, EventOverlap, reference
 
 
 def test_names() -> None:
@@ -23,6 +23,19 @@ def test_names() -> None:
     assert (uccl_ep.utils.EventHandle, uccl_ep.utils.EventOverlap) == (EventHandle, EventOverlap)
     assert isinstance(uccl_ep.__version__, str)
     assert not Buffer.is_sm90_compiled() or torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("kind", [Buffer, ElasticBuffer])
+@pytest.mark.parametrize(
+    ("value", "words"), [("x", "must be an int, not str"), (2.5, "must be an int, not float"), (-1, "use 0")]
+)
+def test_sizes_that_are_none(kind: type, value: Any, words: str) -> None:
+    names: tuple[str, ...] = ("num_nvl_bytes", "num_rdma_bytes")
+    if kind is ElasticBuffer:
+        names = ("num_bytes", "num_max_tokens_per_rank", "hidden", "num_topk")
+    for name in names:
+        with pytest.raises(ArgumentError, match=f"{name} = {value!r}: .*{words}"):
+            kind(**{name: value})
 
 
 def test_configurations() -> None:

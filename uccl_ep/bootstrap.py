@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -12,6 +13,16 @@ from uccl_ep_core.errors import ArgumentError, ConfigurationError, EPError, Tran
 from .roll_call import ProcessName, RollCall, store_of
 
 T = TypeVar("T")
+
+_inherited_groups: list[dist.ProcessGroup] = []
+"""Of the parent, in a fork: the threads that moved their messages are not there, so a collective would never end."""
+
+
+def _note_inherited_groups() -> None:
+    _inherited_groups[:] = list(dist.distributed_c10d._world.pg_map) if dist.is_available() else []
+
+
+os.register_at_fork(after_in_child=_note_inherited_groups)
 
 
 class Bootstrap(Protocol):
@@ -41,6 +52,11 @@ class TorchBootstrap:
     """Through a torch.distributed group of any backend (gloo and NCCL both carry objects)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        if any(group is inherited for inherited in _inherited_groups):
+            raise ArgumentError(
+                f"process {os.getpid()} is a fork of the one that made this group, whose threads a fork lacks: start "
+                "it by spawn or forkserver, or before init_process_group, and make the group in it"
+            )
         self._group = group
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)

@@ -16,7 +16,7 @@ from .communicator import Communicator
 from .events import EventHandle, EventOverlap
 from .group_buffer import Payload, default_device, event_if, join_payload, split_payload, two_biases, wait_for
 from .low_latency.mode import LowLatency
-from .tensors import round_up
+from .tensors import check_sizes, round_up
 from .tuning import Config
 
 
@@ -73,8 +73,7 @@ class Buffer(LowLatencyCalls):
         for name, value in future_arguments.items():
             if value:
                 raise ArgumentError(f"Buffer knows no argument {name} (it was {value!r}): leave it out")
-        if num_nvl_bytes < 0 or num_rdma_bytes < 0:
-            raise ArgumentError(f"buffer sizes must not be negative: {num_nvl_bytes} and {num_rdma_bytes} bytes")
+        check_sizes(num_nvl_bytes=num_nvl_bytes, num_rdma_bytes=num_rdma_bytes)
         if low_latency_mode and num_rdma_bytes == 0:
             raise ArgumentError(
                 "low_latency_mode needs num_rdma_bytes: use Buffer.get_low_latency_rdma_size_hint("

@@ -34,7 +34,7 @@ from .group_buffer import (
     two_biases,
     wait_for,
 )
-from .tensors import column_major, round_up
+from .tensors import check_sizes, column_major, round_up
 
 SIZE_ALIGNMENT = 2 << 20  # bytes; DeepEP's sizes are multiples of it
 CPU_TIMEOUT_S, GPU_TIMEOUT_S = 300, 100  # the interface's defaults
@@ -102,8 +102,9 @@ class ElasticBuffer(GroupBuffer):
     ) -> None:
         if num_cpu_bytes:
             raise ArgumentError(f"num_cpu_bytes = {num_cpu_bytes}: it is for Engram storage, which is not here; pass 0")
-        if (num_bytes or 0) < 0 or num_max_tokens_per_rank < 0:
-            raise ArgumentError(f"num_bytes = {num_bytes}, num_max_tokens_per_rank = {num_max_tokens_per_rank}: use 0")
+        check_sizes(
+            num_bytes=num_bytes or 0, num_max_tokens_per_rank=num_max_tokens_per_rank, hidden=hidden, num_topk=num_topk
+        )
         chosen = [num_cpu_timeout_secs] if num_cpu_timeout_secs != CPU_TIMEOUT_S else []
         chosen += [num_gpu_timeout_secs] if num_gpu_timeout_secs != GPU_TIMEOUT_S else []
         overrides: dict[str, Any] = {"timeout_s": float(min(chosen))} if chosen else {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import SupportsIndex
+
 import torch
 
 from uccl_ep_core.errors import ArgumentError
@@ -185,3 +187,12 @@ def column_major(scales: torch.Tensor) -> torch.Tensor:
     pitch = round_up(rows, max(1, COLUMN_ALIGNMENT // scales.element_size()))
     out = scales.new_empty((columns, pitch)).t()[:rows]
     return out.copy_(scales)
+
+
+def check_sizes(**sizes: object) -> None:
+    """Whole numbers, none negative; each is named in the error."""
+    for name, size in sizes.items():
+        if not isinstance(size, SupportsIndex):
+            raise ArgumentError(f"{name} = {size!r}: must be an int, not {type(size).__name__}")
+        if size.__index__() < 0:
+            raise ArgumentError(f"{name} = {size}: must not be negative, use 0 or more")
