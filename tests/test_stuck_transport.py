@@ -33,7 +33,7 @@ def test_a_transport_that_does_not_return_hangs_nobody(tmp_path: Path, function:
     report = json.loads(out)
     assert (report["culprit"], report["reason"]) == (1, "dead")
     assert report["raised_s"] < 5
-    assert report["destroyed_s"] < 5
+    assert report["destroyed_s"] < 8
     assert f"{function.partition('_')[0]}" in report["destroy"]
     assert "of the transport does not return" in report["destroy"]
     assert "memory stays allocated" in report["destroy"]

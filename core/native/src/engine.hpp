@@ -31,6 +31,8 @@ class Engine {
     const EngineShared &shared() const { return *shared_; }
 
   private:
+    uint64_t passes() const;
+
     struct Ends {
         std::mutex mutex;
         std::condition_variable changed;

@@ -439,6 +439,7 @@ bool Proxy::flush() {
 }
 
 uint64_t Proxy::pass() {
+    passes_.store(passes_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
     inside_.store("poll_completions", std::memory_order_relaxed);
     uint64_t done = broken_ ? 0 : poll_completions();
     if (lane_down_ && !broken_) {

@@ -27,6 +27,8 @@ class Proxy {
     std::string error() const;
     // The function of the transport that the proxy is in, nullptr: in none. Any thread.
     const char *inside() const { return inside_.load(std::memory_order_relaxed); }
+    // Passes so far, which go on while no function of the transport keeps the thread. Any thread.
+    uint64_t passes() const { return passes_.load(std::memory_order_relaxed); }
     const TraceRecorder *recorder() const { return trace_.get(); }
     bool idle() const { return !have_open_ && outbound_.outstanding() == 0 && !plan_->pending(); }
 
@@ -95,6 +97,7 @@ class Proxy {
     bool drained_told_ = false;
     uint64_t aborted_at_ns_ = 0;
     std::atomic<const char *> inside_{nullptr};
+    std::atomic<uint64_t> passes_{0};  // written by the thread alone
     mutable std::mutex error_mutex_;
     std::string error_;
 };
