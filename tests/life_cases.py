@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import cases
-from ranks import Context, environment
+from ranks import Context, check_equal, environment
 
 
 def lasting_names() -> set[str]:
@@ -115,6 +115,26 @@ def construction_error(ctx: Context, values: dict[str, str]) -> str:
     ctx.barrier()
     same_as_before(ctx, {})
     return text
+
+
+def unneeded_transport(ctx: Context) -> list[str]:
+    """What is called of a transport that was asked for by name, where all ranks are in one domain."""
+    from uccl_ep_shm import ShmTransport
+
+    calls: list[str] = []
+    opened, closed = ShmTransport.open, ShmTransport.close
+    try:
+        ShmTransport.open = classmethod(lambda cls, *a: calls.append("open") or opened(*a))  # type: ignore
+        ShmTransport.close = lambda self: calls.append("close") or closed(self)  # type: ignore
+        with environment({"UCCL_EP_TRANSPORT": "shm"}):
+            buffer = ctx.new_buffer()
+        before_use = list(calls)
+        cases.high_throughput(ctx, tokens=[3] * ctx.num_ranks, buffer=buffer)
+        buffer.destroy()
+    finally:
+        ShmTransport.open, ShmTransport.close = opened, closed  # type: ignore
+    check_equal("calls after the construction", calls, before_use)
+    return before_use
 
 
 def describe(ctx: Context) -> dict[str, Any]:

@@ -90,6 +90,11 @@ def test_fault_32_one_host_needs_no_nic(pool: RankPool) -> None:
         assert described[key]["reason"], key
 
 
+def test_a_named_transport_that_is_not_needed_is_tried_and_closed(pool: RankPool) -> None:
+    """What it keeps for a process, such as files in shared memory, would outlive a kill."""
+    assert pool.run(life_cases.unneeded_transport, ranks=2) == [["open", "close"]] * 2
+
+
 def test_options_of_this_run_reach_buffers(pool: RankPool, pytestconfig: pytest.Config) -> None:
     """What --transport, --plan and --lanes ask for is what the buffers of the rank processes have."""
     described = pool.run(life_cases.describe, ranks=2, domain=1)[0]

@@ -134,6 +134,10 @@ class Connection:
         self.num_channels = min(bootstrap.all_gather(wanted, "agreeing on channels"))
         if remote or general.transport != "auto":  # a named transport must be usable, needed or not
             together(bootstrap, "opening the transport", self._open_transport)
+        if not remote and self._resources.transport is not None:
+            # Of no use: what a device or a provider keeps for it (files in shared memory) would outlive a kill.
+            self._resources.transport.close()
+            self._resources.transport = None
         return remote
 
     def _lay_out(self, low_latency_bytes: int, has_remote: bool) -> None:
