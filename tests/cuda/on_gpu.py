@@ -141,18 +141,9 @@ def elastic(ctx: Context, *, hybrid: bool = True, multiple: bool = True, **argum
     elastic_cases.elastic(ctx, buffer=OnGpu(buffer, device), hybrid=hybrid, multiple=multiple, **arguments)
 
 
-def after_a_failure(ctx: Context) -> float:
-    """The GPU is usable: a sum over all of a matrix that was computed on it."""
-    device = use_device(ctx.rank)
-    ones = torch.ones(512, 512, device=device)
-    return float((ones @ ones).sum())
-
-
 def graphs(ctx: Context, *, rounds: int) -> None:
     """Two captured graphs of different token counts on one buffer, replayed in turn with eager calls between."""
-    device = ctx.rank % torch.cuda.device_count()
-    torch.cuda.set_device(device)
-    buffer = Context.new_buffer(ctx, num_rdma_bytes=256 << 20, device=f"cuda:{device}")
+    buffer = Context.new_buffer(ctx, num_rdma_bytes=256 << 20, device=use_device(ctx.rank))
     experts, topk, hidden, most = 8 * ctx.num_ranks, 4, 1024, 64
     generator = torch.Generator().manual_seed(17 + ctx.rank)
 

@@ -37,11 +37,9 @@ def _child(rank: int, num_ranks: int, store: str, pipe: Any, env: Mapping[str, s
         result = call(rank, num_ranks, *args, report=lambda event: pipe.send(("event", event)))
         dist.destroy_process_group()
         pipe.send(("done", result))
-    except REFUSALS as refusal:
-        pipe.send(("refused", refusal))
-        os._exit(1)
-    except BaseException:
-        pipe.send(("failed", traceback.format_exc(limit=12)))
+    except BaseException as error:
+        refused = isinstance(error, REFUSALS)
+        pipe.send(("refused", error) if refused else ("failed", traceback.format_exc(limit=12)))
         os._exit(1)  # the other ranks may be waiting for this one: do not wait for their threads
 
 
