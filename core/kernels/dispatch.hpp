@@ -264,6 +264,7 @@ UCCL_EP_KERNEL(uccl_ep_dispatch, DispatchParameters) {
     const Group &group = p.group;
     const Layout &layout = group.layout;
     const uint32_t channels = layout.num_channels, per_domain = layout.ranks_per_domain, ranks = layout.num_ranks;
+    if (!may_begin(group)) return;
     const ChannelTeams teams = ChannelTeams::of(p.team_warps, channels);
     const Team team = Team::of(p.team_warps);
     const uint32_t channel = teams.channel;

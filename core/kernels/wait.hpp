@@ -51,6 +51,13 @@ UCCL_EP_DEVICE bool aborted_by_others(const Group &group) {
     return true;
 }
 
+// Called first by all threads of a kernel that goes by what an earlier one wrote: whether it may. A kernel that fails
+// leaves counts and offsets unwritten, and the host, far ahead on its stream, has launched what reads them; this word is
+// set before such a kernel ends. One answer for the whole block, whose warps meet at barriers.
+UCCL_EP_DEVICE bool may_begin(const Group &group) {
+    return device::sync_block_all(device::warp_in_block() != 0 || device::lane() != 0 || !aborted(group));
+}
+
 // Whether a rank was found gone where the group goes on without such (enable_shrink).
 UCCL_EP_DEVICE bool is_gone(const Group &group, uint32_t peer) {
     if (device::load_relaxed_system(&control_header(group)->gone) == 0) return false;

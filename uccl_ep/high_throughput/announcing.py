@@ -20,7 +20,7 @@ def announce(
     num_tokens_per_expert: torch.Tensor,
     num_worst_tokens: int = 0,
     wait: bool = True,
-) -> tuple[DispatchHandle, torch.Tensor]:
+) -> tuple[DispatchHandle, torch.Tensor, list[int]]:
     """Tell every rank how many rows it will get, and learn the same. Collective; arguments are checked already.
 
     Args:
@@ -28,7 +28,11 @@ def announce(
         wait: read how many rows arrive; False: ``num_worst_tokens`` is certain to be enough.
 
     Returns:
-        The handle, and int32 [local experts] rows of each.
+        The handle, int32 [local experts] rows of each, and the same as a list; [] where they were not waited for.
+
+    Raises:
+        PeerFailure: a rank failed. Without ``wait`` on a GPU that shows later, and kernels that go by this handle do
+            nothing.
     """
     device, ranks, channels = communicator.backend.torch_device, communicator.num_ranks, communicator.num_channels
     num_tokens, num_experts = is_token_in_rank.shape[0], num_tokens_per_expert.numel()
@@ -39,8 +43,9 @@ def announce(
         counts[2, : ranks * channels],
         counts[3, : communicator.num_domains * channels],
     )
-    receive_offset = torch.zeros(ranks * channels + 1, dtype=torch.int32, device=device)
-    expert_rows = torch.zeros(num_experts // ranks, dtype=torch.int32, device=device)
+    # What the host waits for lies together, from the number of all rows on: one copy brings it.
+    learned = torch.zeros(ranks * channels + 1 + num_experts // ranks, dtype=torch.int32, device=device)
+    receive_offset, expert_rows = learned[: ranks * channels + 1], learned[ranks * channels + 1 :]
     in_rank = is_token_in_rank.clone()  # the handle outlives the caller's tensor, which may be changed
     communicator.launch(
         "uccl_ep_notify",
@@ -58,7 +63,11 @@ def announce(
             expert_rows=pointer(expert_rows),
         ),
     )
-    num_received = int(receive_offset[-1]) if wait or device.type == "cpu" else num_worst_tokens
+    num_received, rows_of_experts = num_worst_tokens, []
+    if wait or device.type == "cpu":
+        num_received, *rows_of_experts = learned[ranks * channels :].tolist()
+        # A launch on a GPU returns before its kernel has ended. One that failed has left no counts to size anything by.
+        communicator.check()
     handle = DispatchHandle(
         owner=weakref.ref(communicator),
         num_tokens=num_tokens,
@@ -73,4 +82,4 @@ def announce(
         rail_rows=rail_rows,
         receive_source=torch.full((max(num_received, num_worst_tokens),), -1, dtype=torch.int32, device=device),
     )
-    return handle, expert_rows
+    return handle, expert_rows, rows_of_experts

@@ -108,15 +108,19 @@ class _Tokens:
         return DispatchShape(row_bytes, scale_bytes, num_topk, num_experts, dtype, max_tokens)
 
     def room_for(self, communicator: Communicator, num_rows: int) -> _Tokens:
-        """Memory for as many rows like these. Weights have a place wherever indices have."""
+        """Memory for as many rows like these. Weights have a place wherever indices have.
+
+        Indices are -1 and weights 0 until a row arrives. Where none does, since there are fewer, or since a rank failed
+        and this one has not heard of it yet, nobody may find a number there that indexes out of bounds.
+        """
         empty = communicator.backend.empty
         x = empty((num_rows, self.x.shape[1]), self.x.dtype)
         scales = None if self.scales is None else empty((num_rows, self.scales.shape[1]), self.scales.dtype)
         if self.topk_idx is None:
             return _Tokens(x, scales)
         num_topk = self.topk_idx.shape[1]
-        topk_idx = empty((num_rows, num_topk), self.topk_idx.dtype)
-        return _Tokens(x, scales, topk_idx, empty((num_rows, num_topk), torch.float32))
+        topk_idx = empty((num_rows, num_topk), self.topk_idx.dtype).fill_(-1)
+        return _Tokens(x, scales, topk_idx, empty((num_rows, num_topk), torch.float32).zero_())
 
 
 def dispatch(
@@ -159,7 +163,7 @@ def dispatch(
     shape = tokens.shape(communicator, num_experts, max_tokens)
     grid = TeamGrid.of(communicator, communicator.dispatch_roles)
     received = _room_for_worst(communicator, tokens, num_worst_tokens) if num_worst_tokens else None
-    handle, expert_counts = announce(
+    handle, expert_counts, expert_rows = announce(
         communicator, shape, is_token_in_rank, num_tokens_per_expert, num_worst_tokens, wait
     )
     # Too many rows are an error, but the others go on with this operation: it is finished first.
@@ -167,15 +171,13 @@ def dispatch(
         received = tokens.room_for(communicator, handle.num_rows)
     _stream(communicator, handle, shape, grid, tokens, received)
     if not num_worst_tokens:
-        return _result(handle, tokens, received, expert_counts.tolist(), expert_counts)
+        return _result(handle, tokens, received, expert_rows, expert_counts)
     if handle.num_received > num_worst_tokens:
         raise ArgumentError(
             f"num_worst_tokens = {num_worst_tokens}, but {handle.num_received} rows arrived: use at least "
             f"{handle.num_received}"
         )
-    result = _result(handle, tokens, received, None, expert_counts)
-    _fill_tail(result)
-    return result
+    return _result(handle, tokens, received, None, expert_counts)
 
 
 def dispatch_cached(
@@ -231,15 +233,6 @@ def _room_for_worst(communicator: Communicator, tokens: _Tokens, num_worst_token
             f"num_worst_tokens = {num_worst_tokens}: no memory for so many rows ({error}); use at least the rows "
             "that can arrive, and no more than fit"
         ) from error
-
-
-def _fill_tail(result: Dispatched) -> None:
-    """Mark the rows behind the last that arrived. On the device: the host need not know how many arrived."""
-    tail = torch.arange(result.x.shape[0], device=result.x.device) >= result.handle.receive_offset[-1]
-    if result.topk_idx is not None:
-        result.topk_idx.masked_fill_(tail[:, None], -1)
-    if result.topk_weights is not None:
-        result.topk_weights.masked_fill_(tail[:, None], 0)
 
 
 def _stream(
