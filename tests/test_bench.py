@@ -7,10 +7,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from uccl_ep.bench import channel, ep, gpu, ordering, records, transport
+from uccl_ep import Buffer
+from uccl_ep.bench import channel, ep, gpu, gpu_systems, ordering, records, transport
 from uccl_ep.bench.channel import slower_than
 from uccl_ep.bench.workload import Case, inputs
 from uccl_ep_core import conformance
@@ -26,7 +28,7 @@ def test_bench_ep_writes_records_and_a_plot(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "ep.json").read_text())
-    keys = {"bench", "case", "metric", "value", "unit", "baseline", "ratio", "machine", "date"}
+    keys = {"bench", "case", "metric", "value", "unit", "baseline", "ratio", "machine", "date", "note"}
     assert all(set(r) == keys and r["bench"] == "ep" for r in found)
     for mode in ("low latency", "high throughput"):
         rows = {(r["metric"], r["baseline"]): r for r in found if r["case"].startswith(mode)}
@@ -48,6 +50,79 @@ def test_bench_of_gpus_compares_halves_and_checks_them() -> None:
             ours, gloo = f"{half}, call, uccl_ep", f"{half}, call, gloo all_to_all"
             assert rows[ours, gloo].ratio == pytest.approx(rows[gloo, ""].value / rows[ours, gloo].value)
         assert rows["dispatch fp8, call, uccl_ep", ""].value > 0
+
+
+class Broken:
+    """A system that can do neither 18 experts nor the combine of a single token."""
+
+    def __init__(self, case: Case) -> None:
+        self.name, self.case = "broken 1.0", case
+        if case.experts == 18:
+            raise RuntimeError("num_experts / num_ranks <= 8\n  was not so")
+
+    def calls(self) -> dict[str, Callable[[], None]]:
+        return {"dispatch bf16": lambda: None, "combine bf16": self.combine}
+
+    def combine(self) -> None:
+        assert self.case.tokens != 1, "no combine of one token"
+
+
+def open_broken(run: gpu_systems.Run) -> gpu_systems.Factory:
+    return lambda case, data: Broken(case)
+
+
+def open_absent(run: gpu_systems.Run) -> gpu_systems.Factory:
+    raise ImportError("libabsent.so.1: cannot open shared object file")
+
+
+class Particular:
+    """Like DeepEP's: the signals of low latency must be cleaned for each shape, and after high-throughput kernels."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.buffer, self.clean_for = buffer, (0, 0, 0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.buffer, name)
+
+    def clean_low_latency_buffer(self, *shape: int) -> None:
+        self.buffer.clean_low_latency_buffer(*shape)
+        self.clean_for = shape
+
+    def dispatch(self, *arguments: Any, **named: Any) -> Any:
+        self.clean_for = (0, 0, 0)
+        return self.buffer.dispatch(*arguments, **named)
+
+    def low_latency_dispatch(self, x: Any, idx: Any, most: int, experts: int, **named: Any) -> Any:
+        assert self.clean_for == (most, x.shape[1], experts), self.clean_for
+        return self.buffer.low_latency_dispatch(x, idx, most, experts, **named)
+
+
+def open_particular(run: gpu_systems.Run) -> gpu_systems.Factory:
+    hint = max(Buffer.get_low_latency_rdma_size_hint(c.max_tokens, c.hidden, 2, c.experts) for c in run.cases)
+    buffer = Particular(Buffer(run.group, num_rdma_bytes=hint, low_latency_mode=True, device=run.device))
+    return lambda case, data: gpu_systems.ExpertParallel("particular", case, data, buffer, run)
+
+
+def test_bench_of_gpus_goes_on_without_a_system_that_refuses() -> None:
+    cases = [
+        Case("high throughput", 8, 64, 2, 18),
+        Case("high throughput", 8, 64, 2, 16),
+        Case("low latency", 1, 64, 2, 16),
+        Case("low latency", 8, 128, 2, 16),
+    ]
+    others = {"broken": open_broken, "absent": open_absent, "particular": open_particular}
+    rivals = {**gpu_systems.RIVALS, **others}
+    found = gpu.run(cases, ranks=2, iterations=1, device="cpu", rivals=rivals)
+    for case, words in zip(cases, ("RuntimeError: num_experts / num_ranks <= 8 was not so", "", "one token", ""),
+                           strict=True):  # fmt: skip
+        rows = [r for r in found if r.case == case.title(2, 0)]
+        left_out = {r.metric: r.note for r in rows if r.note}
+        assert "libabsent.so.1" in left_out["left out: absent"]
+        assert words in left_out.get("left out: broken", "") and bool(words) == ("left out: broken" in left_out)
+        assert bool(words) != any("broken 1.0" in r.metric for r in rows)
+        for other in ("gloo all_to_all", "particular"):
+            assert any(r.metric == f"combine bf16, call, {other}" for r in rows), left_out
+    records.show(found)
 
 
 def test_skewed_routing_gives_a_quarter_to_one_expert() -> None:

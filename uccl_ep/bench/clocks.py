@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 
 Call = Callable[[], Any]
+CALLS_OF_A_GRAPH = 2
+"""Even: a library that alternates between two buffers on the host (DeepEP's low latency) would replay one call into the
+same buffer again and again, on signals that the last replay left, and so does not do what it does otherwise."""
 
 
 class WallClock:
@@ -59,7 +62,8 @@ class EventClock:
         return start.elapsed_time(end) * 1e3 / repeats
 
     def graph(self, call: Call) -> Call:
-        """The call captured, to be replayed: what it costs without the CPU's part. Every rank captures at once."""
+        """`CALLS_OF_A_GRAPH` such calls captured, to be replayed: what they cost without the CPU's part. Every rank
+        captures at once."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -68,7 +72,8 @@ class EventClock:
         self.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            call()
+            for _ in range(CALLS_OF_A_GRAPH):
+                call()
         dist.barrier(self._group)
         return graph.replay
 

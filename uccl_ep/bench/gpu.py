@@ -3,23 +3,37 @@
 Two boundaries for every system: events around a call, input preparation included, and events around replays of its
 captured graph, which leave the CPU's part out. Systems take turns; each iteration counts its slowest rank; a figure is
 the median over iterations. Beside them the sum of the kernels' times, the CPU time of a call (proxies included), and
-the GPU memory that a rank holds. Every byte of ours is compared with the reference before the timed run and after it.
+the GPU memory that a rank holds. A system that cannot be had, or refuses a case, is left out of it, and its words are a
+record. Every byte of ours is compared with the reference before the timed run and after it.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from .records import Record
-from .spawn import run_ranks
-from .workload import Case
+import torch
+import torch.distributed as dist
 
-REPLAYS = 10  # of a graph between two events
+from uccl_ep import Buffer
+
+from .clocks import CALLS_OF_A_GRAPH, Call, Clock, EventClock, WallClock
+from .gpu_systems import RIVALS, ExpertParallel, Factory, Opener, Run, System, attempt
+from .records import Record, machine
+from .spawn import run_ranks
+from .workload import Case, Data
+
+CALLS = 10  # of captured graphs between two events
 WARM_UP = 5
 PROFILED = 10
+
+
+Times = dict[tuple[str, str, str], list[float]]  # by (half, boundary, system)
+Notes = dict[str, str]  # why a system was left out, by its name
 
 
 def measure(
@@ -29,27 +43,19 @@ def measure(
     iterations: int,
     options: Mapping[str, Any],
     device: str,
+    rivals: Mapping[str, Opener],
+    profiled: int,
     report: Callable[[Any], None],
-) -> list[dict[tuple[str, str, str], list[float]]]:
-    """One rank's part: for each case, by (half, boundary, system), the slowest rank of every iteration."""
-    import torch
-    import torch.distributed as dist
-
-    from uccl_ep import Buffer
-
-    from .clocks import Call, Clock, EventClock, WallClock
-    from .gpu_systems import AllToAll, ExpertParallel, deepep_buffer
-    from .workload import Data
-
+) -> list[tuple[Times, Notes]]:
+    """One rank's part: for each case the slowest rank of every iteration, and which systems were left out."""
     group = dist.group.WORLD
     clock: Clock = WallClock(group)
     if device == "cuda":
-        torch.set_num_threads(4)
+        torch.set_num_threads(max(4, len(os.sched_getaffinity(0)) // num_ranks))  # for the reference
         clock = EventClock(group, rank % torch.cuda.device_count())
-    # Ranks that share a GPU cannot form an NCCL group.
-    nccl = device == "cuda" and num_ranks <= torch.cuda.device_count()
-    collective = dist.new_group(backend="nccl") if nccl else group if device == "cpu" else None
-    deepep = deepep_buffer(tuple(cases), num_ranks) if nccl else None
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    run = Run(cases, num_ranks, group, clock.device, gpus, clock.synchronize)
+    opened = {name: attempt(group, partial(rival, run)) for name, rival in rivals.items()}
     hints = [
         Buffer.get_low_latency_rdma_size_hint(c.max_tokens, c.hidden, num_ranks, c.experts)
         for c in cases
@@ -65,15 +71,21 @@ def measure(
     results = []
     for case in cases:
         data = Data(case, rank, num_ranks)
-        ours = ExpertParallel("uccl_ep", case, data, buffer, clock.device)
+        ours = ExpertParallel("uccl_ep", case, data, buffer, run)
         for _ in range(2):
             ours.check()
-        systems: list[Any] = [ours]
-        if collective is not None:
-            systems.append(AllToAll(case, data, collective, clock.device))
-        if deepep is not None:
-            systems.append(ExpertParallel(deepep[1], case, data, deepep[0], clock.device))
-        times: dict[tuple[str, str, str], list[float]] = {}
+        systems: list[System] = [ours]
+        notes: Notes = {name: words for name, (_, words) in opened.items() if words}
+        for name, (factory, _) in opened.items():
+            if name in notes:
+                continue
+            system, words = attempt(group, partial(tried, factory, case, data))
+            if words:
+                notes[name] = words
+            else:
+                systems.append(system)
+        clock.synchronize()
+        times: Times = {}
         for half in ours.calls():
             timed: list[tuple[tuple[str, str, str], Call, int]] = []
             for system in systems:
@@ -84,19 +96,21 @@ def measure(
                     call()
                 timed.append(((half, "call", system.name), call, 1))
                 if isinstance(clock, EventClock):
-                    timed.append(((half, "graph replay", system.name), clock.graph(call), REPLAYS))
-                    kernels = clock.kernels_microseconds(call, PROFILED)
-                    times[half, "kernels", system.name] = [kernels]
+                    timed.append(((half, "graph replay", system.name), clock.graph(call), CALLS_OF_A_GRAPH))
+                    if profiled:
+                        kernels = clock.kernels_microseconds(call, profiled)
+                        times[half, "kernels", system.name] = [kernels]
                 before = time.process_time()
-                for _ in range(PROFILED):
+                for _ in range(CALLS):
                     call()
                 clock.synchronize()
-                times[half, "CPU time of a call", system.name] = [(time.process_time() - before) * 1e6 / PROFILED]
-            for _, call, repeats in timed:
-                clock.microseconds(call, repeats)  # the first replay uploads the graph
+                times[half, "CPU time of a call", system.name] = [(time.process_time() - before) * 1e6 / CALLS]
+            for _, call, _ in timed:
+                clock.microseconds(call)  # the first replay uploads the graph
             for i in range(iterations):
-                for key, call, repeats in timed[i % len(timed) :] + timed[: i % len(timed)]:
-                    times.setdefault(key, []).append(clock.microseconds(call, repeats))
+                for key, call, within in timed[i % len(timed) :] + timed[: i % len(timed)]:
+                    repeats = 1 if within == 1 else CALLS // within
+                    times.setdefault(key, []).append(clock.microseconds(call, repeats) / within)
             report((case.mode, half))
         ours.check()
         if isinstance(clock, EventClock):
@@ -107,27 +121,38 @@ def measure(
             row = torch.tensor(values, dtype=torch.float64)
             dist.all_reduce(row, dist.ReduceOp.MAX, group=group)
             slowest[key] = row.tolist()
-        results.append(slowest)
+        results.append((slowest, notes))
         del ours, systems, timed, data
     clock.synchronize()
     buffer.destroy()
     return results
 
 
-def records_of(case: Case, times: dict[tuple[str, str, str], list[float]], title: str, machine: str) -> list[Record]:
+def tried(factory: Factory, case: Case, data: Data) -> System:
+    """A system for a case, which has made each of its calls once."""
+    system = factory(case, data)
+    for call in system.calls().values():
+        call()
+    return system
+
+
+def records_of(case: Case, times: Times, notes: Notes, title: str, where: str) -> list[Record]:
     """The records of one case; each of ours with its ratio to every other system."""
-    found = []
+    found = [
+        Record("ep", title, f"left out: {system}", 0.0, "", machine=where, note=words)
+        for system, words in notes.items()
+    ]
     for (half, boundary, system), values in times.items():
         value = statistics.median(values)
         unit = "MiB" if half == "memory" else "us CPU" if boundary.startswith("CPU") else "us"
         others = [key[2] for key in times if key[:2] == (half, boundary) and key[2] != system]
         metric = f"{half}, {boundary}, {system}" if half != "memory" else f"{boundary}, {system}"
         if system != "uccl_ep" or not others:
-            found.append(Record("ep", title, metric, value, unit, machine=machine))
+            found.append(Record("ep", title, metric, value, unit, machine=where))
         for other in others if system == "uccl_ep" else []:
             base = statistics.median(times[half, boundary, other])
             found.append(
-                Record("ep", title, metric, value, unit, f"{half}, {boundary}, {other}", base / value, machine=machine)
+                Record("ep", title, metric, value, unit, f"{half}, {boundary}, {other}", base / value, machine=where)
             )
     return found
 
@@ -140,6 +165,8 @@ def run(
     iterations: int = 20,
     options: Mapping[str, Any] | None = None,
     device: str = "cuda",
+    rivals: Mapping[str, Opener] = RIVALS,
+    profiled: int = PROFILED,
     on_event: Callable[[int, Any], None] | None = None,
 ) -> list[Record]:
     """Runs the benchmark on ``ranks`` processes of this host, which share GPUs where there are fewer.
@@ -151,22 +178,21 @@ def run(
         iterations: timed rounds, each of every system.
         options: of our buffer, as for `uccl_ep.Buffer`.
         device: "cuda"; "cpu" runs the same benchmark on the host backend, without graphs, to test it.
+        rivals: what ours is compared with, see `gpu_systems.RIVALS`.
+        profiled: calls under the profiler, which takes about a second for each half and system; 0: no kernel times.
         on_event: called with (rank, (mode, half)) as halves are done.
 
     Raises:
         RuntimeError: a rank failed, or delivered other bytes than the reference.
     """
-    import torch
-
-    from .records import machine
-
     chosen = {**({"domain_size": domain_size} if domain_size else {}), **(options or {})}
     env = {"NVSHMEM_REMOTE_TRANSPORT": "none", "OMP_NUM_THREADS": "4"}  # the former for DeepEP on one host
-    every = run_ranks(measure, ranks, tuple(cases), iterations, chosen, device, env=env, on_event=on_event)[0]
+    arguments = (tuple(cases), iterations, chosen, device, dict(rivals), profiled)
+    every = run_ranks(measure, ranks, *arguments, env=env, on_event=on_event)[0]
     where = machine()
     if device == "cuda":
         where = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {where}"
     found = []
-    for case, times in zip(cases, every, strict=True):
-        found += records_of(case, times, case.title(ranks, domain_size), where)
+    for case, (times, notes) in zip(cases, every, strict=True):
+        found += records_of(case, times, notes, case.title(ranks, domain_size), where)
     return found

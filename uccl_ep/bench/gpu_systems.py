@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.metadata
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,15 +19,60 @@ from .clocks import Call
 from .workload import Case, Data
 
 
+class Unavailable(Exception):
+    """A system cannot be had here; says why."""
+
+
+class System(Protocol):
+    """Something that moves the rows of a case, made for that case."""
+
+    name: str
+
+    def calls(self) -> dict[str, Call]:
+        """By the name of the half; a system may lack some."""
+
+
+Factory = Callable[[Case, Data], System]
+Opener = Callable[["Run"], Factory]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What systems are opened for.
+
+    Attributes:
+        group: of all ranks, for CPU tensors.
+        gpus: GPUs of this process; 0 where tensors are on the CPU.
+        synchronize: all ranks are here, and nothing runs.
+    """
+
+    cases: Sequence[Case]
+    num_ranks: int
+    group: Any
+    device: torch.device
+    gpus: int
+    synchronize: Callable[[], None]
+
+    def nccl_group(self) -> Any:
+        if self.num_ranks > self.gpus:
+            raise Unavailable(f"{self.num_ranks} ranks share {self.gpus} GPUs: NCCL makes no group of such")
+        return dist.new_group(backend="nccl")
+
+
 class ExpertParallel:
     """A buffer with the interface of DeepEP v1, so both ours and its own; high throughput with a cached handle."""
 
-    def __init__(self, name: str, case: Case, data: Data, buffer: Any, device: torch.device) -> None:
+    def __init__(self, name: str, case: Case, data: Data, buffer: Any, run: Run) -> None:
+        device = run.device
         self.name, self.case, self.data, self.buffer = name, case, data, buffer
         self.x, self.idx, self.weights, self.y = (t.to(device) for t in (data.x, data.idx, data.weights, data.y))
         self.x8, self.scales = (t.to(device) for t in reference.quantize_fp8(data.x))
         self.handle: Any = None
         if case.low_latency:
+            # Signals of another shape, or of the other mode, may lie where this one has its own.
+            run.synchronize()
+            buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.experts)
+            run.synchronize()
             self.dispatch_low_latency(use_fp8=False)
         else:
             self.dispatch_with_layout()
@@ -79,7 +126,7 @@ class ExpertParallel:
         for half in ("dispatch fp8", "dispatch bf16"):
             received = calls[half]()[0]
             tensors = received if isinstance(received, tuple) else (received,)
-            want = reference.quantize_fp8(data.want_x) if half == "dispatch fp8" else (data.want_x,)
+            want = self._want_fp8 if half == "dispatch fp8" else (data.want_x,)
             for a, b in zip(tensors, want, strict=True):
                 self._compare(half, a.cpu()[rows], b)
         if not self.case.low_latency:
@@ -87,6 +134,10 @@ class ExpertParallel:
             self._compare("received picks", result[1].cpu(), data.want_idx)
             self._compare("received weights", result[2].cpu(), data.want_weights)
         self._compare("combine bf16", calls["combine bf16"]().cpu(), data.want_combined)
+
+    @functools.cached_property
+    def _want_fp8(self) -> tuple[Tensor, Tensor]:
+        return reference.quantize_fp8(self.data.want_x)
 
     def _compare(self, what: str, got: Tensor, want: Any) -> None:
         if not torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8)):
@@ -112,26 +163,52 @@ class AllToAll:
         return {"dispatch bf16": self.dispatch, "combine bf16": self.combine}
 
 
-def deepep_buffer(cases: Sequence[Case], num_ranks: int) -> tuple[Any, str] | None:
-    """DeepEP's buffer for all cases at its default of 24 multiprocessors, and its name with the version.
+def all_to_all(run: Run) -> Factory:
+    """The all-to-all of torch: NCCL's on GPUs, gloo's on CPUs."""
+    group = run.nccl_group() if run.gpus else run.group
+    return lambda case, data: AllToAll(case, data, group, run.device)
 
-    None where it cannot be imported, or the module of that name is this library's.
-    """
+
+def deepep(run: Run) -> Factory:
+    """DeepEP at its default of 24 multiprocessors, one buffer for all cases; named with its version."""
     try:
         import deep_ep
-    except ImportError:
-        return None
+    except Exception as error:  # whatever a library that does not fit this machine raises
+        raise Unavailable(f"cannot be imported: {type(error).__name__}: {error}") from error
     if uccl_ep.Buffer is deep_ep.Buffer:
-        return None
+        raise Unavailable("the module deep_ep is this library's own")
     packages = importlib.metadata.packages_distributions().get("deep_ep", [])
-    low = [c for c in cases if c.low_latency]
-    hints = [deep_ep.Buffer.get_low_latency_rdma_size_hint(c.max_tokens, c.hidden, num_ranks, c.experts) for c in low]
+    name = " ".join(["DeepEP", *(importlib.metadata.version(package) for package in packages[:1])])
+    low = [case for case in run.cases if case.low_latency]
+    hint = deep_ep.Buffer.get_low_latency_rdma_size_hint
+    hints = [hint(c.max_tokens, c.hidden, run.num_ranks, c.experts) for c in low]
     buffer = deep_ep.Buffer(
-        dist.new_group(backend="nccl"),
+        run.nccl_group(),
         1 << 30,
         max(hints, default=0),
         low_latency_mode=bool(low),
-        num_qps_per_rank=max((c.experts // num_ranks for c in low), default=1),
+        num_qps_per_rank=max((c.experts // run.num_ranks for c in low), default=1),
     )
     deep_ep.Buffer.set_num_sms(24)
-    return buffer, " ".join(["DeepEP", *(importlib.metadata.version(package) for package in packages[:1])])
+    return lambda case, data: ExpertParallel(name, case, data, buffer, run)
+
+
+RIVALS: Mapping[str, Opener] = {"all_to_all": all_to_all, "DeepEP": deepep}
+"""What ours is compared with, each opened once a run; a module-level function, since ranks are other processes."""
+
+
+def attempt(group: Any, call: Callable[[], Any]) -> tuple[Any, str]:
+    """What ``call`` gives, and "": or None, and the words of the first rank on which it was refused. Collective.
+
+    A rival that cannot serve a case says so before it communicates, on every rank alike; the run goes on without it.
+    """
+    result, words = None, ""
+    try:
+        result = call()
+    except Exception as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        words = said if isinstance(error, Unavailable) else f"{type(error).__name__}: {said}"
+    every: list[Any] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(every, words, group=group)
+    refused = next((said for said in every if said), "")
+    return (None, refused) if refused else (result, "")

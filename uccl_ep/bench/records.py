@@ -27,6 +27,7 @@ class Record:
         unit: e.g. ``"us"``.
         baseline: the metric, of the same case and run, that ``ratio`` compares with; "" where there is none.
         ratio: over 1 means better than the baseline; 1 where there is none.
+        note: why there is no figure; ``value`` is 0 then and ``unit`` "".
     """
 
     bench: str
@@ -40,6 +41,7 @@ class Record:
     date: str = dataclasses.field(
         default_factory=lambda: datetime.datetime.now().astimezone().isoformat("T", "seconds")
     )
+    note: str = ""
 
 
 def machine() -> str:
@@ -60,6 +62,7 @@ def write_json(path: str | Path, records: Sequence[Record]) -> None:
 def show(records: Sequence[Record], console: Any = None) -> None:
     """A table, one row per record, with the case as a heading."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = console or Console()
@@ -75,7 +78,8 @@ def show(records: Sequence[Record], console: Any = None) -> None:
         for r in (r for r in records if r.case == case):
             ratio = f"{r.ratio:.2f}x" if r.baseline else ""
             style = "" if not r.baseline else "green" if r.ratio >= 1 else "yellow"
-            table.add_row(r.metric, f"{r.value:,.1f}", r.unit, ratio, r.baseline, style=style)
+            value = "" if r.note else f"{r.value:,.1f}"
+            table.add_row(r.metric, value, r.unit, ratio, escape(r.note) or r.baseline, style=style)
         console.print(table)
 
 
