@@ -171,6 +171,7 @@ def test_bench_ordering_compares_plans_on_one_transport(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "arguments", "words"),
     [
+        (ep.main, "--device cpu --num-sms 24", ["--num-sms", "--device cuda"]),
         (ep.main, "--iterations 0", ["--iterations", "at least 1"]),
         (ep.main, "--ranks 0", ["--ranks", "at least 1"]),
         (ep.main, "--tokens -1", ["--tokens", "at least 0"]),

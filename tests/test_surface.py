@@ -49,14 +49,14 @@ def test_configurations() -> None:
         num_max_rdma_chunked_send_tokens=3, num_max_rdma_chunked_recv_tokens=4, a_later_hint=5,
     )  # fmt: skip
     assert by_name == Config(24, 1, 2, 3, 4) != Config()
-    before = Buffer.num_sms
+    before = Buffer.num_sms, Buffer._most_sms
     try:
         Buffer.set_num_sms(24)
         assert Buffer.num_sms == 24 == Buffer.get_dispatch_config(8).num_sms
         with pytest.raises(ArgumentError, match="even"):
             Buffer.set_num_sms(7)
     finally:
-        Buffer.num_sms = before
+        Buffer.num_sms, Buffer._most_sms = before
 
 
 def construction(ctx: Context) -> None:

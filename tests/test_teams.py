@@ -68,6 +68,47 @@ def test_teams_work_a_role_together(pool: RankPool, ranks: int, domain: int, thr
         assert all(warps > 1 for _, warps in seen), seen
 
 
+def limited(ctx: Context, num_sms: int, by_call: bool, **arguments: Any) -> tuple[int, dict[str, int]]:
+    """Exact results under a limit, the channels, and the blocks of dispatch and combine."""
+    from uccl_ep import Buffer
+
+    before = Buffer.num_sms, Buffer._most_sms
+    try:
+        if by_call:
+            Buffer.set_num_sms(num_sms)
+        buffer = ctx.new_buffer(options={} if by_call else {"num_sms": num_sms})
+    finally:
+        Buffer.num_sms, Buffer._most_sms = before
+    communicator = buffer._communicator
+    seen: dict[str, int] = {}
+    launch = type(communicator.backend).launch
+
+    def record(kernel: str, parameters: bytes, **shape: Any) -> None:
+        seen[kernel] = max(seen.get(kernel, 0), shape["num_blocks"])
+        launch(communicator.backend, kernel, parameters, **shape)
+
+    communicator.backend.launch = record
+    cases.high_throughput(ctx, buffer=buffer, **arguments)
+    buffer.destroy()
+    return communicator.num_channels, {kernel: seen[kernel] for kernel in STRUCTS}
+
+
+# The rows that stay share the block of a receiver, so that all that cross have as many as the limit allows.
+@pytest.mark.parametrize(
+    ("ranks", "domain", "num_sms", "by_call", "channels", "blocks"),
+    [(2, 0, 4, True, 2, [4, 4]), (2, 0, 4, False, 2, [4, 4]), (4, 2, 6, False, 1, [6, 4]), (2, 0, 1, False, 1, [1, 1])],
+)
+def test_a_limit_of_multiprocessors(
+    pool: RankPool, ranks: int, domain: int, num_sms: int, by_call: bool, channels: int, blocks: list[int]
+) -> None:
+    found = pool.run(
+        limited, ranks=ranks, domain=domain, options=options(1, 7), timeout_s=120,
+        arguments={"num_sms": num_sms, "by_call": by_call, "tokens": [33, 9, 50, 7][:ranks], "hidden": 200,
+                   "experts": 8, "topk": 3, "bias": 1, "cached": True, "seed": 5},
+    )  # fmt: skip
+    assert found == [(channels, dict(zip(STRUCTS, blocks, strict=True)))] * ranks
+
+
 @pytest.mark.parametrize("hook", [False, True])
 @pytest.mark.parametrize(("ranks", "domain"), [(2, 0), (2, 1)])
 def test_low_latency_blocks_have_several_warps(pool: RankPool, ranks: int, domain: int, hook: bool) -> None:

@@ -50,6 +50,7 @@ class Buffer(LowLatencyCalls):
     """
 
     num_sms: ClassVar[int] = 20
+    _most_sms: ClassVar[int] = 0  # what set_num_sms was given
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class Buffer(LowLatencyCalls):
             bootstrap,
             torch.device(device),
             num_rdma_bytes if low_latency_mode else 0,
-            options,
+            {"num_sms": Buffer._most_sms, **(options or {})} if Buffer._most_sms else options,
             {"enable_shrink": bool(enable_shrink)},
             bool(enable_shrink),
         )
@@ -111,12 +112,15 @@ class Buffer(LowLatencyCalls):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """A hint of how many multiprocessors to use; even."""
+        """How many multiprocessors high-throughput kernels of buffers that are created from now on take at most; even.
+
+        Never called: all. The option ``num_sms`` of a buffer goes before it. Results never depend on it.
+        """
         if new_num_sms <= 0 or new_num_sms % 2:
             raise ArgumentError(
                 f"num_sms = {new_num_sms}: must be even and positive, use {max(2, new_num_sms // 2 * 2)}"
             )
-        Buffer.num_sms = new_num_sms
+        Buffer.num_sms = Buffer._most_sms = new_num_sms
 
     @staticmethod
     def capture() -> EventOverlap:

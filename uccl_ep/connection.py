@@ -219,11 +219,27 @@ class Connection:
         """Teams that one channel of a high-throughput dispatch needs."""
         return int(_native.kernels.dispatch_roles(self.num_ranks, self.ranks_per_domain))
 
+    @property
+    def waiting_dispatch_roles(self) -> int:
+        """Those of them that wait for each other, the first ones."""
+        return max(1, self.dispatch_roles - 1)
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks of a high-throughput kernel, one a multiprocessor: what runs at once, or the option ``num_sms``."""
+        running = self.backend.limits.max_blocks
+        return min(running, self.general.num_sms or running)
+
     def _automatic_channels(self) -> int:
-        """As many channels as have a block for each role, or where there is none for each, a warp."""
-        limits, roles = self.backend.limits, self.dispatch_roles
-        blocks = roles if roles <= limits.max_blocks else -(-roles // limits.max_warps_per_block)
-        return max(1, min(MOST_CHANNELS, limits.max_blocks // blocks))
+        """As many channels as have a block for each role, or where there is none for each, a warp.
+
+        Under ``num_sms`` for each that waits: dispatch and combine of two ranks take all of few multiprocessors so.
+        """
+        most, roles = self.most_blocks, self.dispatch_roles
+        blocks = self.waiting_dispatch_roles if self.general.num_sms else roles
+        if blocks > most:
+            blocks = -(-roles // self.backend.limits.max_warps_per_block)
+        return max(1, min(MOST_CHANNELS, most // blocks))
 
     def _open_transport(self) -> None:
         self._transport_selection = selection = self.configuration.select_transport(one_host=self._one_host)

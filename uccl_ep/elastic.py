@@ -175,9 +175,9 @@ class ElasticBuffer(GroupBuffer):
     ) -> int:
         """Multiprocessors that a dispatch of this buffer keeps busy, rounded up to even.
 
-        The number of channels decides it (option ``num_channels``), whatever the arguments are.
+        The options ``num_sms`` and ``num_channels`` decide it, whatever the arguments are.
         """
-        return round_up(self._communicator.num_channels, 2)
+        return round_up(high_throughput.dispatch_grid(self._communicator).num_blocks, 2)
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """Lanes of the transport in use: one for each proxy thread, or 1 where none is needed."""
@@ -274,7 +274,7 @@ class ElasticBuffer(GroupBuffer):
                 num_experts=num_experts,
                 max_tokens=self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank,
                 alignment=1 if expert_alignment is None else expert_alignment,
-                num_sms=num_sms or round_up(self._communicator.num_channels, 2),
+                num_sms=num_sms or round_up(high_throughput.dispatch_grid(self._communicator).num_blocks, 2),
                 do_handle_copy=do_handle_copy,
                 do_cpu_sync=do_cpu_sync is None or bool(do_cpu_sync),
                 do_expand=do_expand,

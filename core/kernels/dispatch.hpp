@@ -5,7 +5,7 @@
 // (source rank, index on the source rank).
 //
 // Each channel is worked by the teams of the blocks with the same index modulo num_channels. A team
-// runs one role at a time and roles wait for each other, so there must be a team for every role.
+// runs one role at a time and roles wait for each other, so there must be a team for every role but the last.
 #pragma once
 
 #include "roles.hpp"

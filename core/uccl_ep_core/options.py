@@ -122,6 +122,12 @@ class General:
     num_channels: int = _option(
         0, "channels of the high-throughput mode; 0: what keeps the device busy", minimum=0, maximum=1024
     )
+    num_sms: int = _option(
+        0,
+        "multiprocessors that a high-throughput kernel takes at most; 0: all; channels follow",
+        minimum=0,
+        maximum=4096,
+    )
     slot_bytes: int = _option(
         0,
         "bytes of a high-throughput slot, a multiple of 64, 4096 at least; 0: as suits the device",

@@ -110,6 +110,7 @@ class Suite:
         for mode in ("high_throughput", "cached_dispatch", "low_latency"):
             found[f"late, {mode}"] = lambda mode=mode: self.late(mode)  # type: ignore[misc]
         found["bench, one domain"] = lambda: self.bench(0)
+        found["bench, 24 SMs"] = lambda: self.bench(0, num_sms=24)
         for size in self.domains():
             found[f"bench, domains of {size}"] = lambda size=size: self.bench(size)  # type: ignore[misc]
         return found
@@ -184,7 +185,7 @@ class Suite:
             raise Failed(f"rank 1 stayed away, and the others report {reports}")
         return "every rank named rank 1; a new buffer of the same processes is exact"
 
-    def bench(self, domain: int) -> str:
+    def bench(self, domain: int, num_sms: int = 0) -> str:
         n, sizes = self.ranks, self.sizes
         few = min(128, sizes.tokens)
         cases = [
@@ -197,6 +198,8 @@ class Suite:
             )
         ]
         cases.append(Case("low latency", 1, sizes.widest, 8, 288 // n * n, most=few))
+        if num_sms:  # what the limit is for
+            cases = [Case("high throughput", sizes.tokens, sizes.widest, 8, 256 // n * n)]
         options = {"transport": "shm", "num_proxies": 4} if domain else {}
         begun = time.monotonic()
 
@@ -207,13 +210,14 @@ class Suite:
         # No kernel times here: the profiler would take more of the ten minutes than all that it looks at.
         found = gpu.run(
             cases, ranks=n, domain_size=domain, iterations=sizes.iterations, options=options, device=self.device,
-            profiled=0, rivals=gpu.RIVALS if domain == 0 else {"all_to_all": gpu.RIVALS["all_to_all"]},
+            num_sms=num_sms, profiled=0, rivals=gpu.RIVALS if domain == 0 else {"all_to_all": gpu.RIVALS["all_to_all"]},
             on_event=on_event,
         )  # fmt: skip
         records.show(found)
         if self.out is not None:
             self.out.mkdir(parents=True, exist_ok=True)
-            records.write_json(self.out / f"ep{n}_domains_of_{domain or n}.json", found)
+            limit = f"_{num_sms}_sms" if num_sms else ""
+            records.write_json(self.out / f"ep{n}_domains_of_{domain or n}{limit}.json", found)
         refused = Counter(f"{r.metric} of {{}} cases: {r.note}" for r in found if r.note)
         left_out = [words.replace("{}", str(count), 1) for words, count in refused.items()]
         return "; ".join([f"{len(cases)} cases timed, every byte equal before and after", *left_out])

@@ -28,7 +28,7 @@ def test_stages_that_check(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_every_stage(tmp_path: Path) -> None:
-    assert len(run_suite(tmp_path)) == 13
+    assert len(run_suite(tmp_path)) == 14
     assert json.loads((tmp_path / "ep2_domains_of_1.json").read_text())
 
 

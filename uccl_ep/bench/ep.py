@@ -183,6 +183,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, least, what in (("tokens", 0, "tokens per rank"), ("hidden", 1, "elements of a token"),
                               ("topk", 1, "picks per token"), ("experts", 1, "experts in all")):  # fmt: skip
         parser.add_argument(f"--{name}", type=at_least(least), help=f"{what} (default: the mode's)")
+    parser.add_argument(
+        "--num-sms", type=at_least(0), default=0,
+        help="multiprocessors that our high-throughput kernels take at most (default: all; DeepEP takes 24)",
+    )  # fmt: skip
     parser.add_argument("--skewed", action="store_true", help="every fourth token picks the same expert")
     add_output_options(parser, "times")
     given = parser.parse_args(arguments)
@@ -217,6 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--topk {case.topk} of {case.experts} experts: at most {case.experts} can be picked")
     if device == "cuda":
         return _on_gpus(given, cases, ranks)
+    if given.num_sms:
+        parser.error("--num-sms: there are multiprocessors on a GPU only; leave it out, or use --device cuda")
 
     from rich.progress import Progress
 
@@ -257,7 +263,14 @@ def _on_gpus(given: argparse.Namespace, cases: Sequence[Case], ranks: int) -> in
         if rank == 0:
             print(f"timed: {event[0]}, {event[1]}", flush=True)
 
-    found = gpu.run(cases, ranks=ranks, domain_size=given.domain_size, iterations=given.iterations, on_event=on_event)
+    found = gpu.run(
+        cases,
+        ranks=ranks,
+        domain_size=given.domain_size,
+        iterations=given.iterations,
+        num_sms=given.num_sms,
+        on_event=on_event,
+    )
     put_out(given, found, "uccl_ep against NCCL all_to_all_single and DeepEP")
     return 0
 

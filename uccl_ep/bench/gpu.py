@@ -164,6 +164,7 @@ def run(
     domain_size: int = 0,
     iterations: int = 20,
     options: Mapping[str, Any] | None = None,
+    num_sms: int = 0,
     device: str = "cuda",
     rivals: Mapping[str, Opener] = RIVALS,
     profiled: int = PROFILED,
@@ -177,6 +178,7 @@ def run(
         domain_size: most ranks of a scale-up domain, 0 for all that reach each other.
         iterations: timed rounds, each of every system.
         options: of our buffer, as for `uccl_ep.Buffer`.
+        num_sms: multiprocessors that our high-throughput kernels take at most; 0: all.
         device: "cuda"; "cpu" runs the same benchmark on the host backend, without graphs, to test it.
         rivals: what ours is compared with, see `gpu_systems.RIVALS`.
         profiled: calls under the profiler, which takes about a second for each half and system; 0: no kernel times.
@@ -185,7 +187,8 @@ def run(
     Raises:
         RuntimeError: a rank failed, or delivered other bytes than the reference.
     """
-    chosen = {**({"domain_size": domain_size} if domain_size else {}), **(options or {})}
+    limits = {"domain_size": domain_size, "num_sms": num_sms}
+    chosen = {**{name: value for name, value in limits.items() if value}, **(options or {})}
     env = {"NVSHMEM_REMOTE_TRANSPORT": "none", "OMP_NUM_THREADS": "4"}  # the former for DeepEP on one host
     arguments = (tuple(cases), iterations, chosen, device, dict(rivals), profiled)
     every = run_ranks(measure, ranks, *arguments, env=env, on_event=on_event)[0]
@@ -194,5 +197,6 @@ def run(
         where = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {where}"
     found = []
     for case, (times, notes) in zip(cases, every, strict=True):
-        found += records_of(case, times, notes, case.title(ranks, domain_size), where)
+        title = case.title(ranks, domain_size) + (f", at most {num_sms} SMs" if num_sms else "")
+        found += records_of(case, times, notes, title, where)
     return found

@@ -5,6 +5,7 @@ from .combining import Biases, check_biases, combine
 from .dispatching import Dispatched, dispatch, dispatch_cached
 from .handle import DispatchHandle, check_handle
 from .layout import Layout, get_layout
+from .teams import dispatch_grid
 
 __all__ = [
     "Biases",
@@ -17,5 +18,6 @@ __all__ = [
     "combine",
     "dispatch",
     "dispatch_cached",
+    "dispatch_grid",
     "get_layout",
 ]

@@ -25,7 +25,7 @@ from ..tensors import (
 from .announcing import announce
 from .handle import DispatchHandle, check_handle
 from .slots import check_counts_fit, check_dispatch_row_fits
-from .teams import TeamGrid
+from .teams import TeamGrid, dispatch_grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +161,7 @@ def dispatch(
         raise ArgumentError(f"num_worst_tokens = {num_worst_tokens}: use 0, or the most rows that can arrive")
     tokens = tokens.with_picks(communicator, topk_idx, topk_weights, num_experts)
     shape = tokens.shape(communicator, num_experts, max_tokens)
-    grid = TeamGrid.of(communicator, communicator.dispatch_roles)
+    grid = dispatch_grid(communicator)
     received = _room_for_worst(communicator, tokens, num_worst_tokens) if num_worst_tokens else None
     handle, expert_counts, expert_rows = announce(
         communicator, shape, is_token_in_rank, num_tokens_per_expert, num_worst_tokens, wait
@@ -201,7 +201,7 @@ def dispatch_cached(
         topk_weights = check_topk_weights(topk_weights, topk_idx.shape, communicator.backend.torch_device)
         tokens = dataclasses.replace(tokens, topk_idx=topk_idx, topk_weights=topk_weights)
     shape = tokens.shape(communicator, handle.num_experts)
-    grid = TeamGrid.of(communicator, communicator.dispatch_roles)
+    grid = dispatch_grid(communicator)
     received = tokens.room_for(communicator, handle.num_rows)
     # The kernel writes source indices again, the same ones: not into the handle, which others may be reading.
     scratch = torch.empty(handle.num_received, dtype=torch.int32, device=tokens.x.device)

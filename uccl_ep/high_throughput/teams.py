@@ -13,7 +13,7 @@ from ..grids import MEETING_WARPS
 
 @dataclasses.dataclass(frozen=True)
 class TeamGrid:
-    """A grid in which every role of every channel has a team: roles wait for each other.
+    """A grid in which every role of every channel that others wait for has a team.
 
     A team is a block where there are blocks for all, else a warp.
     """
@@ -23,26 +23,38 @@ class TeamGrid:
     team_warps: int
 
     @classmethod
-    def of(cls, communicator: Communicator, roles: int, most_warps: int = MEETING_WARPS) -> TeamGrid:
+    def of(
+        cls, communicator: Communicator, roles: int, most_warps: int = MEETING_WARPS, waiting: int | None = None
+    ) -> TeamGrid:
         """The grid for as many roles of each channel.
+
+        Args:
+            waiting: how many of them wait for each other, the first ones; None: all. The others get blocks of their
+                own only where there are enough.
 
         Raises:
             ArgumentError: they do not run at once.
         """
-        limits, channels = communicator.backend.limits, communicator.num_channels
-        if 1 < roles * channels <= limits.max_blocks:
-            warps = max(1, min(most_warps, limits.max_warps_per_block))
-            return cls(roles * channels, warps, warps)
+        limits, channels, most_blocks = communicator.backend.limits, communicator.num_channels, communicator.most_blocks
+        for teams in (roles, waiting or roles):
+            if 1 < teams * channels <= most_blocks:
+                warps = max(1, min(most_warps, limits.max_warps_per_block))
+                return cls(teams * channels, warps, warps)
         warps = min(roles, limits.max_warps_per_block)
         blocks_per_channel = -(-roles // warps)
         blocks = blocks_per_channel * channels
-        if blocks > limits.max_blocks:
+        if blocks > most_blocks:
+            limit = "num_sms allows" if most_blocks < limits.max_blocks else "the device runs"
             raise ArgumentError(
-                f"{channels} channels with {roles} roles need {blocks} blocks at once, but the device "
-                f"runs {limits.max_blocks}: set num_channels (UCCL_EP_NUM_CHANNELS) to at most "
-                f"{max(1, limits.max_blocks // blocks_per_channel)}"
+                f"{channels} channels with {roles} roles need {blocks} blocks at once, but {limit} {most_blocks}: set "
+                f"num_channels (UCCL_EP_NUM_CHANNELS) to at most {max(1, most_blocks // blocks_per_channel)}"
             )
         return cls(blocks, warps, 1)
+
+
+def dispatch_grid(communicator: Communicator) -> TeamGrid:
+    """The grid of a dispatch."""
+    return TeamGrid.of(communicator, communicator.dispatch_roles, waiting=communicator.waiting_dispatch_roles)
 
 
 def combine_grid(communicator: Communicator) -> tuple[TeamGrid, int]:
