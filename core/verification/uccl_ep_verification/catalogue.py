@@ -24,6 +24,8 @@ def ring_cases() -> list[Case]:
         ring_case("mpsc_small", "2 producers, 1 slot, at most 3 preemptions", "pass", "bound:3", 0),
         ring_case("mpsc_medium", "2 producers, 2 slots, at most 1 preemption", "pass", "bound:1", 0),
         ring_case("spsc_staging", "1 producer, 1 staging buffer, random", "pass", "random", 60_000),
+        ring_case("warp", "a warp of 2 lanes, 3 rounds, 2 slots, random", "pass", "random", 60_000),
+        ring_case("warp_small", "a warp of 2 lanes, 2 rounds, at most 1 preemption", "pass", "bound:1", 0),
         ring_case("spsc", "1 producer, random, long", "pass", "random", 2_000_000, full=True),
         ring_case("mpsc", "2 producers, random, long", "pass", "random", 2_000_000, full=True),
     ]
@@ -50,6 +52,8 @@ def ring_cases() -> list[Case]:
         "batch_above_capacity",
     ):
         cases.append(ring_case("spsc", mutation, "fail", "random", 60_000))
+    for mutation in ("lane_without_fence", "no_warp_sync"):
+        cases.append(ring_case("warp", mutation, "fail", "random", 60_000))
     return cases
 
 

@@ -16,19 +16,39 @@ UCCL_EP_DEVICE Command command_of(uint32_t warp, uint64_t value) {
 
 constexpr uint64_t kLimitNs = 10'000'000'000;  // no run lasts a second; a lost command must not hang the GPU
 
+// Tickets for `batch` commands of each lane: one fence, which all lanes carry out at the same time.
+UCCL_EP_DEVICE uint64_t reserve_of_warp(const RingView &ring, uint32_t batch, uint64_t deadline) {
+    TakenTickets taken{};
+    if (device::lane() == 0) taken = ring_take<DeviceAtomics>(ring, uint64_t{batch} * device::kWarpSize);
+    DeviceAtomics::fence_system();
+    uint64_t first = 0;
+    if (device::lane() == 0) {
+        first = ring_wait_for_room<DeviceAtomics>(ring, taken, [deadline] { return device::now_ns() < deadline; });
+    }
+    device::sync_lanes();  // a shuffle alone orders no memory
+    return device::broadcast(first);
+}
+
+// The same with the fence of the push and another of every lane behind it.
+UCCL_EP_DEVICE uint64_t reserve_then_fence(const RingView &ring, uint32_t batch, uint64_t deadline) {
+    uint64_t first = 0;
+    if (device::lane() == 0) {
+        first = ring_reserve<DeviceAtomics>(ring, uint64_t{batch} * device::kWarpSize,
+                                            [deadline] { return device::now_ns() < deadline; });
+    }
+    first = device::broadcast(first);
+    device::fence_system();
+    return first;
+}
+
 __global__ void push_kernel(PushRun run) {
     const uint64_t deadline = device::now_ns() + kLimitNs;
     const uint32_t warp = blockIdx.x;
     const RingView ring = static_cast<const RingView *>(run.rings)[warp % run.num_rings];
     for (uint64_t done = 0; done < run.per_lane; done += run.batch) {
-        uint64_t first = 0;
-        if (device::lane() == 0) {
-            first = ring_reserve<DeviceAtomics>(ring, uint64_t{run.batch} * device::kWarpSize,
-                                          [deadline] { return device::now_ns() < deadline; });
-        }
-        first = device::broadcast(first);
+        const uint64_t first = run.fences == Fences::kOnce ? reserve_of_warp(ring, run.batch, deadline)
+                                                           : reserve_then_fence(ring, run.batch, deadline);
         if (first == kNoTicket) return;
-        device::fence_system();  // each lane publishes what it staged itself
         for (uint32_t i = 0; i < run.batch; ++i) {
             const uint64_t ticket = first + uint64_t{i} * device::kWarpSize + device::lane();
             ring_fill<DeviceAtomics>(ring, ticket, command_of(warp, ticket + 1));

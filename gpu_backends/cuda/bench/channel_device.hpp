@@ -3,12 +3,19 @@
 
 #include <cstdint>
 
+// How a warp publishes what its lanes staged for a batch.
+enum class Fences {
+    kOnce,   // every lane at once, between the taking of tickets and the look at the progress
+    kTwice,  // the lane that takes the tickets, and then every lane
+};
+
 struct PushRun {
     void *rings;        // RingView [num_rings], device address
     uint32_t num_rings;
     uint32_t warps;     // warps in all, warp w pushes into ring w % num_rings
     uint32_t batch;     // commands of a lane between two release fences
     uint64_t per_lane;  // commands of a lane in all
+    Fences fences = Fences::kOnce;
 };
 
 // Asynchronous: every lane of every warp pushes `per_lane` commands.

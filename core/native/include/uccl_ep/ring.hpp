@@ -19,6 +19,10 @@
 //   - what a producer wrote before a push is visible to the consumer: release fence, then the words. The
 //     one fence of a push stands between taking the ticket and looking at the progress: it acquires the
 //     progress too, and the machine carries out fence, ticket and look together rather than one by one;
+//   - a warp pushes a batch in the same three steps: one lane takes the tickets, every lane that staged
+//     something fences, all at the same time, the one lane waits for room, and a synchronisation of the
+//     warp hands the first ticket on. A lane without a fence publishes nothing of its own, and one that is
+//     not synchronised with the look may refill a slot that is being read;
 //   - the consumer never reads the producers' head;
 //   - a slot is refilled only after the consumer's progress, read with acquire, has passed it. The
 //     producers' shared copy of that progress is itself released and acquired, since the producer
@@ -37,31 +41,50 @@ UCCL_EP_DEVICE uint64_t phase_of_ticket(uint64_t ticket, uint64_t capacity) {
     return (ticket & capacity) != 0 ? 0 : uint64_t{1} << kPhaseBit;
 }
 
-// Take `count` tickets in a row (1 <= count <= capacity) and wait until their slots are free; everything
-// this thread did before is visible to whoever pops a command that it fills in with ring_fill.
-// Returns the first ticket. `keep_waiting()` is called between looks: it may yield, and returns false
-// to stop (time-out or abort). After kNoTicket the ring has a hole and must not be used again: the
-// group is then closed.
-template <class Atomics, class Ring, class KeepWaiting>
-UCCL_EP_DEVICE uint64_t ring_reserve(const Ring &ring, uint64_t count, KeepWaiting &&keep_waiting) {
+// Tickets in a row, not yet to be filled in.
+struct TakenTickets {
+    uint64_t first;
+    uint64_t end;
+    uint64_t cached_consumed;  // the producers' copy of the progress: acquired by the fence behind it
+};
+
+// First step of a push: take `count` tickets in a row (1 <= count <= capacity). Behind it comes
+// Atomics::fence_system(), in this thread and in every other one that staged what these commands name.
+template <class Atomics, class Ring>
+UCCL_EP_DEVICE TakenTickets ring_take(const Ring &ring, uint64_t count) {
     const uint64_t first = Atomics::fetch_add_device(ring.head, count);
-    const uint64_t cached = Atomics::load_relaxed_device(ring.cached_consumed);
-    Atomics::fence_system();
-    const uint64_t end = first + count;
-    if (end - cached <= ring.capacity) {
-        return first;
+    return {first, first + count, Atomics::load_relaxed_device(ring.cached_consumed)};
+}
+
+// Last step, behind the fence and in the thread that took the tickets: wait until their slots are free.
+// Returns the first ticket; whoever fills in a ticket is synchronised with this call. `keep_waiting()` is
+// called between looks: it may yield, and returns false to stop (time-out or abort). After kNoTicket the
+// ring has a hole and must not be used again: the group is then closed.
+template <class Atomics, class Ring, class KeepWaiting>
+UCCL_EP_DEVICE uint64_t ring_wait_for_room(const Ring &ring, const TakenTickets &taken, KeepWaiting &&keep_waiting) {
+    if (taken.end - taken.cached_consumed <= ring.capacity) {
+        return taken.first;
     }
     for (;;) {
         const uint64_t consumed = Atomics::load_acquire_system(ring.consumed);
-        if (end - consumed <= ring.capacity) {
+        if (taken.end - consumed <= ring.capacity) {
             // May move backwards when two producers refresh at once: a smaller value is only cautious.
             Atomics::store_release_device(ring.cached_consumed, consumed);
-            return first;
+            return taken.first;
         }
         if (!keep_waiting()) {
             return kNoTicket;
         }
     }
+}
+
+// The three steps of one thread: everything it did before is visible to whoever pops a command that it
+// fills in with ring_fill. Arguments and result as above.
+template <class Atomics, class Ring, class KeepWaiting>
+UCCL_EP_DEVICE uint64_t ring_reserve(const Ring &ring, uint64_t count, KeepWaiting &&keep_waiting) {
+    const TakenTickets taken = ring_take<Atomics>(ring, count);
+    Atomics::fence_system();
+    return ring_wait_for_room<Atomics>(ring, taken, keep_waiting);
 }
 
 // Fill the slot of a ticket that this thread reserved.
