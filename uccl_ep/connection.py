@@ -346,6 +346,7 @@ class Connection:
                 "max_inflight_peer": general.max_inflight_bytes_per_peer,
                 "max_inflight_nic": general.max_inflight_bytes_per_nic,
                 "crowded": self.cores.crowded,
+                "over_bus": self.backend.waiting_threads == 0,  # kernels run on a GPU
                 "wake_function": wake[0] if wake else 0,
                 "wake_context": wake[1] if wake else 0,
                 "pin": general.pin_proxies,

@@ -61,6 +61,8 @@ EngineOptions options_of(const py::dict &given) {
             options.yields = value.cast<uint32_t>();
         } else if (name == "crowded") {
             options.crowded = value.cast<bool>();
+        } else if (name == "over_bus") {
+            options.over_bus = value.cast<bool>();
         } else if (name == "wake_function") {
             options.wake_function = value.cast<uint64_t>();
         } else if (name == "wake_context") {
@@ -80,8 +82,8 @@ EngineOptions options_of(const py::dict &given) {
         } else {
             throw std::invalid_argument("engine option '" + name +
                                         "' is unknown: use timeout_s, heartbeat_timeout_s, max_inflight_peer, "
-                                        "max_inflight_nic, batch, spins, yields, crowded, pin, first_cpu, cpus, "
-                                        "flush_function, flush_context, wake_function, wake_context or trace");
+                                        "max_inflight_nic, batch, spins, yields, crowded, over_bus, pin, first_cpu, "
+                                        "cpus, flush_function, flush_context, wake_function, wake_context or trace");
         }
     }
     return options;

@@ -39,6 +39,7 @@ struct EngineOptions {
     uint32_t spins = 200;            // empty passes before the proxy yields the CPU
     uint32_t yields = 200;           // passes with a yield before it backs off
     bool crowded = false;            // more threads wait on this host than it has cores: look away soon
+    bool over_bus = false;           // commands come from a device: look away from rings that were outrun
     bool pin = false;
     uint32_t first_cpu = 0;
     std::vector<uint32_t> cpus;      // where proxies may run, one of them each where `pin`; empty: anywhere

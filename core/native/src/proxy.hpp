@@ -12,6 +12,7 @@
 #include "outbound.hpp"
 #include "plan.hpp"
 #include "ring_reader.hpp"
+#include "uccl_ep/look_away.hpp"
 
 namespace uccl_ep {
 
@@ -20,8 +21,8 @@ class Proxy {
     Proxy(std::shared_ptr<EngineShared> shared, uint32_t lane);
 
     void run();  // the thread's body; returns at the engine's stop, at the latest at its deadline
-    // One turn, for tests and for run(); returns how much was done.
-    uint64_t pass();
+    // One turn, for tests and for run(); returns how much was done. Without `look` no ring is looked at.
+    uint64_t pass(bool look = true);
 
     const ProxyStats &stats() const { return stats_; }
     std::string error() const;
@@ -83,6 +84,9 @@ class Proxy {
     uint32_t batch_;
     bool windowed_;
     bool follows_completions_;
+    LookAway look_away_;
+    uint64_t looked_commands_ = 0;  // what this pass found in the rings
+    uint64_t rings_with_more_ = 0;  // or that it did not look at
     uint64_t last_tick_ns_ = 0;
     bool some_gone_ = false;  // the group goes on without some rank: commands for it are dropped
     bool broken_ = false;     // the lane failed: the transport is not called on it any more

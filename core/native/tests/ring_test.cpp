@@ -3,11 +3,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
 #include "check.hpp"
 #include "uccl_ep/channel.hpp"
+#include "uccl_ep/look_away.hpp"
 
 using namespace uccl_ep;
 
@@ -147,6 +149,46 @@ TEST(wrong_shapes_are_refused) {
     CHECK_THROWS(Channel::host_bytes(1, 3));
     CHECK_THROWS(Channel::host_bytes(1, 1));
     CHECK_THROWS(Channel(1, 4, 8, 8, 64));
+}
+
+TEST(a_command_that_comes_alone_is_always_looked_for) {
+    LookAway look_away;
+    for (uint64_t now = 1'000'000; now < 2'000'000; now += 2'600) {  // as fast as a round trip can ever be
+        look_away.looked(1, 1, [&] { return now; });
+        CHECK(!look_away.away([&] { return now; }));
+        look_away.looked(0, 1, [&]() -> uint64_t { throw std::logic_error("the clock of an idle ring is looked at"); });
+        CHECK(!look_away.away([&] { return now; }));
+    }
+}
+
+TEST(a_thread_that_outruns_a_stream_looks_away_until_it_ends) {
+    LookAway look_away;
+    uint64_t now = 1'000'000;
+    const auto clock = [&] { return now; };
+    look_away.looked(1, 2, clock);
+    look_away.looked(LookAway::kStream - 1, 2, clock);
+    CHECK(!look_away.away(clock));  // a burst
+    now += LookAway::kSpanNs;
+    look_away.looked(1, 2, clock);
+    CHECK(look_away.away(clock));
+    now += 2 * LookAway::kNsOfRing - 1;
+    CHECK(look_away.away(clock));
+    now += 1;
+    CHECK(!look_away.away(clock));
+    look_away.looked(0, 1, clock);  // part of the stream still: none came while nobody looked
+    CHECK(look_away.away(clock));
+    look_away.looked(64, 0, clock);  // producers are ahead
+    CHECK(!look_away.away(clock));
+    for (uint64_t passed = 0; passed <= 3 * LookAway::kSpanNs; passed += LookAway::kNsOfRing) {
+        now += LookAway::kNsOfRing;
+        look_away.looked(0, 1, clock);
+    }
+    CHECK(!look_away.away(clock));
+    LookAway never(0);
+    for (int i = 0; i < 10; ++i, now += LookAway::kNsOfRing) {
+        never.looked(1000, 1, clock);
+        CHECK(!never.away(clock));
+    }
 }
 
 CHECK_MAIN()

@@ -14,7 +14,7 @@ UCCL_EP_DEVICE Command command_of(uint32_t warp, uint64_t value) {
     return {Operation::kWriteSignal, warp % kMaxRanks, device::lane(), 7168, value * 64, value * 128, value};
 }
 
-constexpr uint64_t kLimitNs = 10'000'000'000;  // no run lasts a second; a lost command must not hang the GPU
+constexpr uint64_t kLimitNs = 4'000'000'000;  // no run lasts a second; a lost command must not hang the GPU
 
 // Tickets for `batch` commands of each lane: one fence, which all lanes carry out at the same time.
 UCCL_EP_DEVICE uint64_t reserve_of_warp(const RingView &ring, uint32_t batch, uint64_t deadline) {
