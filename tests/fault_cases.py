@@ -162,7 +162,8 @@ def only_rank_0_picks(ctx: Context, most: int, rounds: int) -> None:
         )  # fmt: skip
         hook()
         terms = torch.stack([cases.ll_expert(made.xs[rank], ids[rank][:, k]) for k in range(4)], 1)
-        check_equal("combined_x", combined, reference.ll_combine_terms(terms, ids[rank], made.weights[rank]))
+        check_equal("combined_x", combined, reference.ll_combine_terms(
+            terms, ids[rank], made.weights[rank], handle.rounding, experts // n))  # fmt: skip
 
 
 def fingerprint(ctx: Context) -> str:

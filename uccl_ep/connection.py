@@ -130,8 +130,9 @@ class Connection:
         first = self.rank // self.ranks_per_domain * self.ranks_per_domain
         self.domain_ranks = range(first, first + self.ranks_per_domain)
         remote = [rank for rank in range(self.num_ranks) if rank not in self.domain_ranks]
-        wanted = general.num_channels or self._automatic_channels()
-        self.num_channels = min(bootstrap.all_gather(wanted, "agreeing on channels"))
+        wanted = general.num_channels or self._automatic_channels(), self._direct_blocks()
+        every = bootstrap.all_gather(wanted, "agreeing on channels")
+        self.num_channels, self.direct_blocks = (min(values) for values in zip(*every, strict=True))
         if remote or general.transport != "auto":  # a named transport must be usable, needed or not
             together(bootstrap, "opening the transport", self._open_transport)
         if not remote and self._resources.transport is not None:
@@ -210,6 +211,7 @@ class Connection:
             "gpu_backend": self._backend_selection.name,
             "transport": general.transport,
             "plan": general.plan,
+            "low_latency_path": general.low_latency_path,
             **arguments,
         }
         agree(self.bootstrap, "agreeing on options", mine)
@@ -240,6 +242,10 @@ class Connection:
         if blocks > most:
             blocks = -(-roles // self.backend.limits.max_warps_per_block)
         return max(1, min(MOST_CHANNELS, most // blocks))
+
+    def _direct_blocks(self) -> int:
+        """Blocks of a direct low-latency kernel: equal on all ranks, as a block meets that of its number elsewhere."""
+        return min(self.backend.limits.max_blocks, int(_native.kernels.DIRECT_BLOCKS))
 
     def _open_transport(self) -> None:
         self._transport_selection = selection = self.configuration.select_transport(one_host=self._one_host)

@@ -136,4 +136,5 @@ DIFFERENCES: Mapping[int, tuple[str, Callable[[int], str]]] = {
     6: ("num_max_dispatch_tokens_per_rank", str),
     7: ("cast", _quantization),
     9: ("num_max_tokens_per_rank (0: sizes by counts, as Buffer)", str),
+    10: ("low-latency path (0: packed, 1: direct)", str),
 }

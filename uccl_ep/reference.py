@@ -309,11 +309,31 @@ def ll_combine(
     return ll_combine_terms(terms, topk_idxs[rank], topk_weights)
 
 
-def ll_combine_terms(terms: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-    """Weighted sum of ``terms`` [T, K, H] over picks that are not -1, in increasing k: multiply, then add."""
+def ll_combine_terms(
+    terms: Tensor, topk_idx: Tensor, topk_weights: Tensor, rounding: str = "increasing k", experts_per_rank: int = 0
+) -> Tensor:
+    """Weighted sum of ``terms`` [T, K, H] over picks that are not -1: multiply, then add; rounded once.
+
+    Args:
+        rounding: in increasing k, or "by rank": each rank's terms in increasing k, then those sums in the order of
+            ranks; as a handle's ``rounding`` says.
+        experts_per_rank: for "by rank".
+    """
     acc = torch.zeros(terms.shape[0], terms.shape[2], dtype=accumulator_dtype(terms.dtype))
     weights = topk_weights.to(acc.dtype)
-    for k in range(terms.shape[1]):
-        where = (topk_idx[:, k] >= 0).nonzero().flatten()
-        acc[where] = acc[where] + terms[where, k].to(acc.dtype) * weights[where, k, None]
+
+    def add(to: Tensor, taken: Tensor) -> None:
+        for k in range(terms.shape[1]):
+            where = taken[:, k].nonzero().flatten()
+            to[where] = to[where] + terms[where, k].to(acc.dtype) * weights[where, k, None]
+
+    if rounding == "increasing k":
+        add(acc, topk_idx >= 0)
+        return acc.to(terms.dtype)
+    owners = torch.where(topk_idx >= 0, topk_idx // experts_per_rank, -1)
+    for rank in owners[owners >= 0].unique().tolist():  # in increasing order
+        of_rank = torch.zeros_like(acc)
+        add(of_rank, owners == rank)
+        where = (owners == rank).any(1)
+        acc[where] = acc[where] + of_rank[where]
     return acc.to(terms.dtype)

@@ -40,7 +40,13 @@ struct Counters {
     }
     // kLowLatencyTicket takes four strides: dispatch and combine, one a parity each.
     UCCL_EP_DEVICE static uint64_t bytes(const Layout &layout) {
-        return static_cast<uint64_t>(MessageCounter::kCount) * stride(layout) * sizeof(uint64_t);
+        return (static_cast<uint64_t>(MessageCounter::kCount) * stride(layout) + 4 * kDirectBlocks) * sizeof(uint64_t);
+    }
+    // Operations that a block of direct low-latency kernels has done, of this half: its own, so that no block waits for
+    // the others of its launch.
+    UCCL_EP_DEVICE static uint64_t *direct(const Group &group, LowLatencyHalf half, uint32_t block) {
+        return group.counters + static_cast<uint64_t>(MessageCounter::kCount) * stride(group.layout) +
+               static_cast<uint64_t>(half) * kDirectBlocks + block;
     }
     UCCL_EP_DEVICE static uint64_t *at(const Group &group, MessageCounter counter, uint32_t peer, uint32_t channel) {
         return group.counters + static_cast<uint64_t>(counter) * stride(group.layout) +

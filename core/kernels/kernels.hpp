@@ -7,6 +7,8 @@
 #include "combine.hpp"
 #include "expand.hpp"
 #include "ll_combine.hpp"
+#include "ll_direct_combine.hpp"
+#include "ll_direct_dispatch.hpp"
 #include "ll_dispatch.hpp"
 #include "notify.hpp"
 #include "routing.hpp"

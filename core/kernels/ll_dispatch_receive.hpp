@@ -10,7 +10,7 @@ namespace uccl_ep {
 
 // Check a message against this rank's own call. One thread.
 UCCL_EP_DEVICE bool ll_check(const LowLatencyDispatchParameters &p, const MessageHeader &header, uint32_t source,
-                             uint64_t number) {
+                             uint64_t number, LowLatencyPath path = LowLatencyPath::kPacked) {
     const LowLatencyShape &shape = p.shape;
     constexpr Phase kPhase = Phase::kLowLatencyDispatchReceive;
     const auto *words = header.words;
@@ -35,6 +35,8 @@ UCCL_EP_DEVICE bool ll_check(const LowLatencyDispatchParameters &p, const Messag
         fail_difference(p.group, kPhase, source, Difference::kTopk, words[kWordNumTopk], shape.num_topk);
     } else if (words[kWordNumExperts] != shape.num_experts) {
         fail_difference(p.group, kPhase, source, Difference::kExperts, words[kWordNumExperts], shape.num_experts);
+    } else if (words[kWordPath] != static_cast<uint32_t>(path)) {
+        fail_difference(p.group, kPhase, source, Difference::kPath, words[kWordPath], static_cast<uint32_t>(path));
     } else {
         return true;
     }
@@ -89,6 +91,45 @@ UCCL_EP_DEVICE void ll_write_counts(const LowLatencyDispatchParameters &p, const
     }
 }
 
+// Copy piece `piece` of `pieces` of a row to its places in the experts of this rank, which `list` has as
+// local expert << 32 | row there. The whole warp.
+UCCL_EP_DEVICE void ll_copy_row_out(const LowLatencyDispatchParameters &p, const uint64_t *list, uint32_t outputs,
+                                    const uint8_t *payload, const uint8_t *row_scales, uint32_t token, uint32_t piece,
+                                    uint32_t pieces) {
+    const LowLatencyShape &shape = p.shape;
+    const uint64_t rows_per_expert = uint64_t{p.group.num_ranks()} * shape.max_tokens;
+    const auto out_row = [&](uint32_t i) { return (list[i] >> 32) * rows_per_expert + static_cast<uint32_t>(list[i]); };
+    const uint64_t bytes = align_up((shape.row_bytes + pieces - 1) / pieces, 512), begin = bytes * piece;
+    if (begin < shape.row_bytes) {
+        device::copy_to_many([&](uint32_t i) { return p.receive_x + out_row(i) * shape.row_bytes + begin; }, outputs,
+                             payload + begin, shape.row_bytes - begin < bytes ? shape.row_bytes - begin : bytes);
+    }
+    const uint32_t step = pieces * device::kWarpSize, first = piece * device::kWarpSize + device::lane();
+    const auto *scales = reinterpret_cast<const uint32_t *>(row_scales);
+    const uint32_t groups = scale_groups(shape.hidden);
+    if (shape.quantization == static_cast<uint32_t>(Quantization::kFloat8Exponent)) {
+        // [L, groups / 4, rows] words of four exponents each
+        for (uint32_t g = first; g < align_up(groups, 4); g += step) {
+            const uint8_t exponent = g < groups ? static_cast<uint8_t>(scales[g] >> 23) : 0;
+            for (uint32_t i = 0; i < outputs; ++i) {
+                auto *to = p.receive_scales + (list[i] >> 32) * align_up(groups, 4) * rows_per_expert;
+                to[(uint64_t{g / 4} * rows_per_expert + static_cast<uint32_t>(list[i])) * 4 + g % 4] = exponent;
+            }
+        }
+    } else if (shape.scale_bytes != 0) {
+        for (uint32_t g = first; g < groups; g += step) {
+            const uint32_t scale = scales[g];
+            for (uint32_t i = 0; i < outputs; ++i) {
+                auto *to = reinterpret_cast<uint32_t *>(p.receive_scales) + (list[i] >> 32) * groups * rows_per_expert;
+                to[uint64_t{g} * rows_per_expert + static_cast<uint32_t>(list[i])] = scale;
+            }
+        }
+    }
+    if (piece != 0) return;
+    for (uint32_t i = device::lane(); i < outputs; i += device::kWarpSize)
+        p.source_index[out_row(i)] = static_cast<int32_t>(token);
+}
+
 // Copy a piece of a row to its places in all experts of this rank. The whole warp.
 UCCL_EP_DEVICE void ll_expand_row(const LowLatencyDispatchParameters &p, const LowLatencyArrivals &arrivals,
                                   uint32_t parity, uint32_t source, uint32_t row, uint32_t piece, uint32_t pieces) {
@@ -120,42 +161,16 @@ UCCL_EP_DEVICE void ll_expand_row(const LowLatencyDispatchParameters &p, const L
         outputs += device::population_count(here);
     }
     device::sync_warp();
-    const auto out_row = [&](uint32_t i) { return (list[i] >> 32) * rows_per_expert + static_cast<uint32_t>(list[i]); };
-    const uint64_t bytes = align_up((shape.row_bytes + pieces - 1) / pieces, 512), begin = bytes * piece;
-    if (begin < shape.row_bytes) {
-        const uint8_t *payload = source == group.rank && p.own_in_place != 0
-                                     ? p.x + uint64_t{static_cast<uint32_t>(token)} * shape.row_bytes
-                                     : message + at.payload + uint64_t{row} * shape.row_bytes;
-        device::copy_to_many([&](uint32_t i) { return p.receive_x + out_row(i) * shape.row_bytes + begin; }, outputs,
-                             payload + begin, shape.row_bytes - begin < bytes ? shape.row_bytes - begin : bytes);
-    }
-    const uint32_t step = pieces * device::kWarpSize, first = piece * device::kWarpSize + device::lane();
-    const auto *scales = reinterpret_cast<const uint32_t *>(message + at.scales + uint64_t{row} * shape.scale_bytes);
-    const uint32_t groups = scale_groups(shape.hidden);
-    if (shape.quantization == static_cast<uint32_t>(Quantization::kFloat8Exponent)) {
-        // [L, groups / 4, rows] words of four exponents each
-        for (uint32_t g = first; g < align_up(groups, 4); g += step) {
-            const uint8_t exponent = g < groups ? static_cast<uint8_t>(scales[g] >> 23) : 0;
-            for (uint32_t i = 0; i < outputs; ++i) {
-                auto *to = p.receive_scales + (list[i] >> 32) * align_up(groups, 4) * rows_per_expert;
-                to[(uint64_t{g / 4} * rows_per_expert + static_cast<uint32_t>(list[i])) * 4 + g % 4] = exponent;
-            }
-        }
-    } else if (shape.scale_bytes != 0) {
-        for (uint32_t g = first; g < groups; g += step) {
-            const uint32_t scale = scales[g];
-            for (uint32_t i = 0; i < outputs; ++i) {
-                auto *to = reinterpret_cast<uint32_t *>(p.receive_scales) + (list[i] >> 32) * groups * rows_per_expert;
-                to[uint64_t{g} * rows_per_expert + static_cast<uint32_t>(list[i])] = scale;
-            }
-        }
-    }
-    if (piece != 0) return;
+    ll_copy_row_out(p, list, outputs,
+                    source == group.rank && p.own_in_place != 0
+                        ? p.x + uint64_t{static_cast<uint32_t>(token)} * shape.row_bytes
+                        : message + at.payload + uint64_t{row} * shape.row_bytes,
+                    message + at.scales + uint64_t{row} * shape.scale_bytes, static_cast<uint32_t>(token), piece,
+                    pieces);
+    if (piece != 0 || source != group.rank) return;
     for (uint32_t i = device::lane(); i < outputs; i += device::kWarpSize) {
-        const uint64_t out = out_row(i);
-        p.source_index[out] = token;
-        if (source == group.rank)
-            p.own_row[uint64_t{static_cast<uint32_t>(token)} * topk + list_k[i]] = static_cast<int32_t>(out);
+        p.own_row[uint64_t{static_cast<uint32_t>(token)} * topk + list_k[i]] =
+            static_cast<int32_t>((list[i] >> 32) * rows_per_expert + static_cast<uint32_t>(list[i]));
     }
 }
 

@@ -23,14 +23,13 @@ UCCL_EP_DEVICE LowLatencyRow ll_row(const LowLatencyDispatchParameters &p, const
             static_cast<uint32_t>(placing.row[entry])};
 }
 
-// Cast a token and write it into the messages of all its ranks, groups of a scale dealt to the warps of the block;
-// several groups are in flight in a warp, since a load takes longer than all the rest.
-UCCL_EP_DEVICE void ll_write_cast(const LowLatencyDispatchParameters &p, const LowLatencyPlacing &placing,
-                                  uint32_t first_entry, uint32_t token) {
+// Cast a token, groups of a scale dealt to the warps of the block; several groups are in flight in a warp, since a load
+// takes longer than all the rest. `write(store)` calls store(payload row, its scales) for each place. The whole block.
+template <class Write>
+UCCL_EP_DEVICE void cast_token(const LowLatencyShape &shape, const uint8_t *tokens, uint32_t token, Write write) {
     constexpr uint32_t kGroups = device::kWarpSize == 1 ? 1 : 5;  // in flight: 60 in a block of 12 warps
-    const LowLatencyShape &shape = p.shape;
     const auto type = static_cast<PayloadType>(shape.payload_type);
-    const uint8_t *x = p.x + uint64_t{token} * shape.hidden * (type == PayloadType::kFloat32 ? 4 : 2);
+    const uint8_t *x = tokens + uint64_t{token} * shape.hidden * (type == PayloadType::kFloat32 ? 4 : 2);
     const bool power_of_two = shape.quantization != static_cast<uint32_t>(Quantization::kFloat8);
     const uint32_t warps = device::warps_per_block(), groups = scale_groups(shape.hidden);
     for (uint32_t base = device::warp_in_block(); base < groups; base += kGroups * warps) {
@@ -51,11 +50,7 @@ UCCL_EP_DEVICE void ll_write_cast(const LowLatencyDispatchParameters &p, const L
         for (uint32_t i = 0; i < kGroups; ++i) {
             if (base + i * warps < groups) casts[i].cast(power_of_two);
         }
-        for (uint32_t k = 0; k < shape.num_topk; ++k) {
-            if (placing.row[first_entry + k] < 0) continue;
-            const LowLatencyRow to = ll_row(p, placing, first_entry + k);
-            uint8_t *payload = to.message + to.at.payload + uint64_t{to.row} * shape.row_bytes;
-            auto *scales = reinterpret_cast<float *>(to.message + to.at.scales + uint64_t{to.row} * shape.scale_bytes);
+        write([&](uint8_t *payload, float *scales) {
             UCCL_EP_UNROLL
             for (uint32_t i = 0; i < kGroups; ++i) {
                 const uint32_t group = base + i * warps;
@@ -63,9 +58,20 @@ UCCL_EP_DEVICE void ll_write_cast(const LowLatencyDispatchParameters &p, const L
                 casts[i].store(payload, shape.hidden, group);
                 if (device::lane() == 0) scales[group] = casts[i].scale();
             }
-        }
+        });
     }
 }
+
+// The part of a row that this warp copies where the warps of a block share it.
+struct SharedRun {
+    uint64_t begin, bytes;
+
+    UCCL_EP_DEVICE static SharedRun of(uint64_t row_bytes) {
+        const uint32_t warps = device::warps_per_block();
+        const uint64_t piece = align_up((row_bytes + warps - 1) / warps, 512), begin = piece * device::warp_in_block();
+        return {begin, begin >= row_bytes ? 0 : row_bytes - begin < piece ? row_bytes - begin : piece};
+    }
+};
 
 // Write a token into the messages of all its ranks. The whole block.
 UCCL_EP_DEVICE void ll_write_token(const LowLatencyDispatchParameters &p, const LowLatencyPlacing &placing,
@@ -74,20 +80,23 @@ UCCL_EP_DEVICE void ll_write_token(const LowLatencyDispatchParameters &p, const 
     const LowLatencyShape &shape = p.shape;
     const uint32_t warp = device::warp_in_block(), warps = device::warps_per_block(), topk = shape.num_topk;
     if (shape.quantization == static_cast<uint32_t>(Quantization::kNone)) {
-        const uint64_t piece = align_up((shape.row_bytes + warps - 1) / warps, 512);
-        const uint64_t begin = piece * warp;
-        const uint64_t bytes = begin >= shape.row_bytes          ? 0
-                               : shape.row_bytes - begin < piece ? shape.row_bytes - begin
-                                                                 : piece;
-        for (uint32_t k = 0; k < topk && bytes != 0; ++k) {
+        const SharedRun run = SharedRun::of(shape.row_bytes);
+        for (uint32_t k = 0; k < topk && run.bytes != 0; ++k) {
             if (placing.row[first_entry + k] < 0) continue;
             const LowLatencyRow to = ll_row(p, placing, first_entry + k);
             if (to.rank == group.rank && p.own_in_place != 0) continue;
-            device::copy(to.message + to.at.payload + uint64_t{to.row} * shape.row_bytes + begin,
-                         p.x + uint64_t{token} * shape.row_bytes + begin, bytes);
+            device::copy(to.message + to.at.payload + uint64_t{to.row} * shape.row_bytes + run.begin,
+                         p.x + uint64_t{token} * shape.row_bytes + run.begin, run.bytes);
         }
     } else {
-        ll_write_cast(p, placing, first_entry, token);
+        cast_token(shape, p.x, token, [&](auto store) {
+            for (uint32_t k = 0; k < topk; ++k) {
+                if (placing.row[first_entry + k] < 0) continue;
+                const LowLatencyRow to = ll_row(p, placing, first_entry + k);
+                store(to.message + to.at.payload + uint64_t{to.row} * shape.row_bytes,
+                      reinterpret_cast<float *>(to.message + to.at.scales + uint64_t{to.row} * shape.scale_bytes));
+            }
+        });
     }
     const uint32_t local_experts = shape.num_experts / group.num_ranks();
     uint32_t destination = 0;

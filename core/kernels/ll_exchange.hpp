@@ -43,7 +43,8 @@ UCCL_EP_DEVICE bool all_have_looked(const Group &group, bool ok) {
 UCCL_EP_DEVICE bool ll_wait_room(const Group &group, SignalKind credit, SignalKind data, uint64_t number,
                                  const uint64_t *tickets, Phase phase, int32_t *masked, LowLatencyHalf half) {
     const Layout &layout = group.layout;
-    bool ok = true;
+    // After an earlier failure, what the kernels before should have left is not there.
+    bool ok = device::warp_in_block() + 1 != device::warps_per_block() || device::lane() != 0 || !aborted(group);
     for (uint32_t peer = device::warp_in_block(); peer < group.num_ranks(); peer += device::warps_per_block()) {
         if (peer == group.rank || !looks_at(group, peer) || (masked != nullptr && masked[peer] != 0) ||
             device::lane() != 0)

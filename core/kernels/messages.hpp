@@ -90,8 +90,9 @@ enum LowLatencyWord : uint32_t {
     kWordNumTopk = 1,
     kWordNumExperts = 2,
     kWordQuantization = 3,
-    kWordCombineBase = 4,  // first row of the receiver's experts in the sender's combine inbox
+    kWordCombineBase = 4,  // first row of the receiver's experts in the sender's combine inbox; packed
     kWordPayloadType = 5,  // of the caller's tensor, which is also that of the combine
+    kWordPath = 6,         // LowLatencyPath
 };
 
 // A low-latency dispatch message: header, rows per local expert, then the fields of all rows, each together.
@@ -112,6 +113,48 @@ struct LowLatencyRows {
     }
     UCCL_EP_DEVICE static LowLatencyRows of(const LowLatencyShape &shape, uint32_t num_ranks, uint32_t rows) {
         return of(shape.num_experts / num_ranks, rows, shape.row_bytes, shape.scale_bytes, shape.num_topk);
+    }
+};
+
+// A direct low-latency dispatch: where a rank finds what a rank of its domain wrote into its inbox. The head comes first:
+// a header, and the picks of all tokens, from which each receiver works out where rows go. A token's row has the
+// place that its index says, so that no sender numbers anything.
+struct DirectDispatchInbox {
+    uint64_t picks, payload, scales, end;  // byte offsets
+
+    UCCL_EP_DEVICE static DirectDispatchInbox of(uint64_t max_tokens, uint64_t row_bytes, uint64_t scale_bytes,
+                                                 uint64_t num_topk) {
+        DirectDispatchInbox at;
+        at.picks = sizeof(MessageHeader);  // int32 [tokens, topk] global expert indices
+        at.payload = align_up(at.picks + max_tokens * num_topk * 4, 64);
+        at.scales = align_up(at.payload + max_tokens * row_bytes, 16);
+        at.end = align_up(at.scales + max_tokens * scale_bytes, 64);
+        return at;
+    }
+    UCCL_EP_DEVICE static DirectDispatchInbox of(const LowLatencyShape &shape) {
+        return of(shape.max_tokens, shape.row_bytes, shape.scale_bytes, shape.num_topk);
+    }
+};
+
+// A direct low-latency combine: what comes home to a rank, and the weights that it sent out before. A token has as many
+// sums as ranks that it went to, one a place, in the order of ranks.
+struct DirectCombineInbox {
+    uint64_t weights_bytes;  // of a source rank; float32 [tokens, topk]
+    uint64_t sums, sum_bytes, places, end;
+
+    UCCL_EP_DEVICE static DirectCombineInbox of(uint64_t num_ranks, uint64_t max_tokens, uint64_t hidden,
+                                                uint64_t accumulator_bytes, uint64_t num_topk) {
+        DirectCombineInbox at;
+        at.weights_bytes = align_up(max_tokens * num_topk * 4, 64);
+        at.sums = num_ranks * at.weights_bytes;
+        at.sum_bytes = align_up(hidden * accumulator_bytes, 64);
+        at.places = num_topk < num_ranks ? num_topk : num_ranks;
+        at.end = at.sums + max_tokens * at.places * at.sum_bytes;
+        return at;
+    }
+    UCCL_EP_DEVICE static DirectCombineInbox of(const LowLatencyShape &shape, uint32_t num_ranks) {
+        const bool wide = shape.payload_type == static_cast<uint32_t>(PayloadType::kFloat64);
+        return of(num_ranks, shape.max_tokens, shape.hidden, wide ? 8 : 4, shape.num_topk);
     }
 };
 

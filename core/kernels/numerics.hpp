@@ -86,6 +86,19 @@ class ScalarRun {
         for (uint32_t i = 0; i < kElements; ++i) to[i] = Element::store(sums_[i]);
     }
 
+    // Sums on their way to be added to others: not rounded. Only another run of the same kind reads them.
+    using Partial = const typename Element::Accumulator *;
+    UCCL_EP_DEVICE static Partial load_partial(const typename Element::Accumulator *from) {
+        return from + device::lane() * kElements;
+    }
+    UCCL_EP_DEVICE void add_partial(Partial from) {
+        for (uint32_t i = 0; i < kElements; ++i) sums_[i] += from[i];
+    }
+    UCCL_EP_DEVICE void store_partial(typename Element::Accumulator *to) const {
+        to += device::lane() * kElements;
+        for (uint32_t i = 0; i < kElements; ++i) to[i] = sums_[i];
+    }
+
   private:
     typename Element::Accumulator sums_[kElements];
 };

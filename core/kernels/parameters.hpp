@@ -38,6 +38,7 @@ enum class Difference : uint32_t {
     kQuantization = 7,
     kExpertRows = 8,  // of a rank with itself: more rows for one expert than a low-latency layout has room for
     kMostTokens = 9,  // of a high-throughput dispatch
+    kPath = 10,  // how low-latency rows travel, LowLatencyPath
 };
 
 // Where a kernel leaves what went wrong; host memory, read when the launch is done.
@@ -205,6 +206,12 @@ enum class Quantization : uint32_t {
 inline constexpr uint32_t kScaleGroup = 128;  // elements that share a scale
 inline constexpr uint32_t kLowLatencyTokenBits = 16;  // of max_tokens: counts of tokens are summed bit by bit
 
+// How the rows of a low-latency operation travel.
+enum class LowLatencyPath : uint32_t {
+    kPacked = 0,  // one message a rank, its rows packed
+    kDirect = 1,  // each row to a place of its own in the window of a rank of the same domain
+};
+
 // Shape of a low-latency exchange; all ranks must agree.
 struct LowLatencyShape {
     uint32_t max_tokens;    // per rank
@@ -244,6 +251,10 @@ struct LowLatencyDispatchParameters {
     int64_t *layout_range;    // out [L, num_ranks] begin << 32 | count, or null
     int32_t *statistics;      // in/out [L] cumulative receive counts, or null
     int64_t *wait_cost;       // in/out [num_ranks] cycles (ns on the host) waited for each rank, or null
+    // the direct path alone
+    int32_t *picks;           // out [num_ranks, M, topk + 1] the row of receive_x of each pick of each token, -1; and
+                              // behind them how many ranks before this one the token goes to
+    int32_t *tokens;          // out [num_ranks] tokens of each source
 };
 
 struct LowLatencyCombineParameters {
@@ -263,6 +274,7 @@ struct LowLatencyCombineParameters {
     uint32_t reserved;
     uint8_t *out;                // [num_tokens, hidden]
     int64_t *wait_cost;
+    const int32_t *picks, *tokens;  // of the dispatch, on the direct path
 };
 
 struct BarrierParameters {

@@ -44,6 +44,34 @@ class VectorRun {
         return loaded;
     }
 
+    // Sums on their way: whole lines of neighbouring lanes, so in an order of their own within a run of one piece; runs
+    // of more pieces are such runs, one behind the other.
+    struct alignas(16) Chunk {
+        Accumulator value[16 / sizeof(Accumulator)];
+    };
+    static constexpr uint32_t kChunks = kElements * sizeof(Accumulator) / sizeof(Chunk);
+    struct Partial {
+        Chunk chunk[kChunks];
+    };
+    UCCL_EP_DEVICE static Partial load_partial(const Accumulator *from) {
+        Partial partial;
+        UCCL_EP_UNROLL
+        for (uint32_t i = 0; i < kChunks; ++i)
+            partial.chunk[i] = reinterpret_cast<const Chunk *>(from)[i * kWarpSize + lane()];
+        return partial;
+    }
+    UCCL_EP_DEVICE void add_partial(const Partial &partial) {
+        constexpr uint32_t kLength = sizeof(Chunk) / sizeof(Accumulator);
+        UCCL_EP_UNROLL
+        for (uint32_t i = 0; i < kElements; ++i) sums_[i] += partial.chunk[i / kLength].value[i % kLength];
+    }
+    UCCL_EP_DEVICE void store_partial(Accumulator *to) const {
+        Chunk chunks[kChunks];
+        copy_bits(chunks, sums_);
+        UCCL_EP_UNROLL
+        for (uint32_t i = 0; i < kChunks; ++i) reinterpret_cast<Chunk *>(to)[i * kWarpSize + lane()] = chunks[i];
+    }
+
     template <bool kWeighted>
     UCCL_EP_DEVICE void add(const Loaded &loaded, Accumulator factor) {
         UCCL_EP_UNROLL

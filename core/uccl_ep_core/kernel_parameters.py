@@ -261,6 +261,8 @@ class LowLatencyDispatchParameters(ctypes.Structure):
         ("layout_range", c_void_p),
         ("statistics", c_void_p),
         ("wait_cost", c_void_p),
+        ("picks", c_void_p),
+        ("tokens", c_void_p),
     ]
 
 
@@ -285,6 +287,8 @@ class LowLatencyCombineParameters(ctypes.Structure):
         ("reserved", c_uint32),
         ("out", c_void_p),
         ("wait_cost", c_void_p),
+        ("picks", c_void_p),
+        ("tokens", c_void_p),
     ]
 
 

@@ -138,6 +138,11 @@ class General:
     ring_capacity: int = _option(
         1024, "commands of one ring of the channel, a power of two", minimum=16, maximum=1 << 20
     )
+    low_latency_path: str = _option(
+        "auto",
+        "how low-latency rows travel; auto: directly to their places where all ranks are one domain, else packed",
+        choices=("auto", "packed"),
+    )
     max_inflight_bytes_per_peer: int = _option(
         0, "bytes in flight towards one peer at most; 0: no limit but the transport's", minimum=0
     )

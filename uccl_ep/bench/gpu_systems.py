@@ -133,7 +133,7 @@ class ExpertParallel:
             result = self.dispatch_with_layout()
             self._compare("received picks", result[1].cpu(), data.want_idx)
             self._compare("received weights", result[2].cpu(), data.want_weights)
-        self._compare("combine bf16", calls["combine bf16"]().cpu(), data.want_combined)
+        self._compare("combine bf16", calls["combine bf16"]().cpu(), data.want_combined(self.handle))
 
     @functools.cached_property
     def _want_fp8(self) -> tuple[Tensor, Tensor]:

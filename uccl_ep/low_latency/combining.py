@@ -124,4 +124,6 @@ def combine_parameters(
         own_in_place=int(own_in_place),
         out=pointer(returning.out),
         wait_cost=pointer(returning.wait_cost),
+        picks=pointer(state.picks),
+        tokens=pointer(state.tokens),
     )

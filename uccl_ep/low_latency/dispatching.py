@@ -24,6 +24,7 @@ from ..tensors import (
     names,
     pointer,
 )
+from .path import DIRECT
 from .results import HandleState, Results
 
 QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
@@ -136,7 +137,13 @@ class Incoming:
 
 
 def new_state(
-    owner: object, generation: int, outgoing: Outgoing, incoming: Incoming, num_ranks: int, backend: GpuBackend
+    owner: object,
+    generation: int,
+    outgoing: Outgoing,
+    incoming: Incoming,
+    num_ranks: int,
+    backend: GpuBackend,
+    path: str,
 ) -> HandleState:
     """What combine will need, most of it still to be filled in by the kernel."""
     num_tokens, num_topk = outgoing.topk_idx.shape
@@ -145,6 +152,10 @@ def new_state(
     begin, count, rows_before, combine_base, rows_home = torch.split(
         backend.empty((3 * pairs + 2 * num_ranks,), torch.int32), [pairs, pairs, pairs, num_ranks, num_ranks]
     )
+    picks = tokens = None
+    if path == DIRECT:
+        picks = backend.empty((num_ranks, outgoing.shape.max_tokens, num_topk + 1), torch.int32)
+        tokens = backend.empty((num_ranks,), torch.int32)
     return HandleState(
         owner=weakref.ref(owner),
         generation=generation,
@@ -161,6 +172,9 @@ def new_state(
         rows_before=rows_before,
         rows_home=rows_home,
         layout_range=backend.empty((local_experts, num_ranks), torch.int64),
+        path=path,
+        picks=picks,
+        tokens=tokens,
     )
 
 
@@ -204,4 +218,6 @@ def dispatch_parameters(
         layout_range=pointer(state.layout_range),
         statistics=pointer(outgoing.statistics),
         wait_cost=pointer(outgoing.wait_cost),
+        picks=pointer(state.picks),
+        tokens=pointer(state.tokens),
     )

@@ -8,12 +8,13 @@ import torch
 
 from uccl_ep_core._native import kernels
 from uccl_ep_core.errors import HandleError
-from uccl_ep_core.kernel_parameters import Quantization
+from uccl_ep_core.kernel_parameters import BarrierParameters, Quantization
 
 from ..communicator import Communicator
 from .combining import Returning, combine_parameters
 from .dispatching import Incoming, Outgoing, dispatch_parameters, new_state
 from .grid import dispatch_grid
+from .path import DIRECT, DirectPath, choose
 from .receive_halves import ReceiveHalves
 from .results import LIVE_RESULTS, HandleState, LowLatencyHandle, Results
 
@@ -32,6 +33,7 @@ class LowLatency:
         self._results = (Results(), Results())
         self._combine_buffers = (Results(), Results())
         self._receive_halves = ReceiveHalves(communicator)
+        self._paths: dict[str, str] = {}  # last taken, by kind of operation
         self.mask: torch.Tensor | None = None
 
     def dispatch(
@@ -71,19 +73,27 @@ class LowLatency:
         )
         self._receive_halves.check_room("dispatch")
         num_tokens, num_topk = outgoing.topk_idx.shape
-        grid, num_chunks, placing_bytes = dispatch_grid(communicator, num_tokens, num_topk, num_experts)
+        path = choose(communicator, outgoing.shape, masked=self.mask is not None)
+        num_chunks, kernel = 0, f"uccl_ep_ll_{'direct_' if path == DIRECT else ''}dispatch"
+        if path == DIRECT:
+            direct = DirectPath(communicator, outgoing.shape)
+            grid, send_bytes = direct.grid, direct.placing_bytes(num_tokens)
+            receive_bytes = send_bytes
+        else:
+            grid, num_chunks, send_bytes = dispatch_grid(communicator, num_tokens, num_topk, num_experts)
+            receive_bytes = kernels.low_latency_arrivals_bytes(num_experts, num_ranks, grid["warps"], num_topk)
         generation = self._generation + 1
         kept = self._results[generation % LIVE_RESULTS]
         incoming = Incoming.allocate(outgoing.shape, outgoing.x.dtype, num_ranks, kept, backend)
-        state = new_state(self, generation, outgoing, incoming, num_ranks, backend)
+        state = new_state(self, generation, outgoing, incoming, num_ranks, backend, path)
+        self._change_path("dispatch", path)
         parameters = dispatch_parameters(
             communicator.group_struct(), outgoing, incoming, state, self.mask, num_chunks, own_in_place=at_once
         )
         self._generation = generation  # not before nothing can be refused any more: it makes an earlier result expire
-        arrivals_bytes = kernels.low_latency_arrivals_bytes(num_experts, num_ranks, grid["warps"], num_topk)
         hook = self._receive_halves.start(
-            "dispatch", generation, parameters, grid,
-            send_bytes=placing_bytes, receive_bytes=arrivals_bytes, at_once=at_once, keep=(outgoing, incoming, state),
+            "dispatch", kernel, generation, parameters, grid,
+            send_bytes=send_bytes, receive_bytes=receive_bytes, at_once=at_once, keep=(outgoing, incoming, state),
         )  # fmt: skip
         scales = None if incoming.scales is None else incoming.scales.transpose(1, 2)
         return incoming.x, scales, incoming.count, LowLatencyHandle.of(state), hook
@@ -118,8 +128,8 @@ class LowLatency:
     ) -> tuple[torch.Tensor, Callable[[], None]]:
         """Send half of a combine.
 
-        out[t] = sum over k, in increasing k, of topk_weights[t, k] * (row of expert topk_idx[t, k] for t);
-        product and sum in float32 (float64 for float64), rounded once.
+        out[t] = sum over k of topk_weights[t, k] * (row of expert topk_idx[t, k] for t), in the order that
+        ``handle.rounding`` says; product and sum in float32 (float64 for float64), rounded once.
 
         Args:
             x: [local experts, num_ranks * max_tokens, hidden] expert outputs, rows as they were received, of the
@@ -138,14 +148,28 @@ class LowLatency:
         returning = Returning.check(communicator, state, x, topk_idx, topk_weights, out, wait_cost)
         self._receive_halves.check_room("combine")
         self._receive_halves.check_received(state.generation)
+        self._change_path("combine", state.path)
         parameters = combine_parameters(communicator.group_struct(), returning, state, self.mask, own_in_place=at_once)
-        grid = communicator.low_latency_grid()
-        terms_bytes = kernels.low_latency_terms_bytes(grid["warps"], state.shape.num_topk)
+        if state.path == DIRECT:
+            direct = DirectPath(communicator, state.shape)
+            grid, receive_bytes = direct.grid, direct.combining_bytes()
+            send_bytes, kernel = receive_bytes, "uccl_ep_ll_direct_combine"
+        else:
+            grid, send_bytes, kernel = communicator.low_latency_grid(), 0, "uccl_ep_ll_combine"
+            receive_bytes = kernels.low_latency_terms_bytes(grid["warps"], state.shape.num_topk)
         hook = self._receive_halves.start(
-            "combine", state.generation, parameters, grid,
-            send_bytes=0, receive_bytes=terms_bytes, at_once=at_once, keep=(returning, state),
+            "combine", kernel, state.generation, parameters, grid,
+            send_bytes=send_bytes, receive_bytes=receive_bytes, at_once=at_once, keep=(returning, state),
         )  # fmt: skip
         return returning.out, hook
+
+    def _change_path(self, kind: str, path: str) -> None:
+        """Both paths use the same inboxes, and count apart: before the other one is taken, all that was sent is taken in
+        by every rank."""
+        if self._paths.get(kind, path) != path:
+            self._receive_halves.run_all()
+            self._communicator.launch("uccl_ep_barrier", BarrierParameters(group=self._communicator.group_struct()))
+        self._paths[kind] = path
 
     def combine_buffer(self, handle: object) -> torch.Tensor:
         """Memory [L, num_ranks * max_tokens, hidden] for expert outputs, which the send half reads as it is."""

@@ -51,6 +51,7 @@ class ReceiveHalves:
     def start(
         self,
         kind: str,
+        kernel: str,
         generation: int,
         parameters: ctypes.Structure,
         grid: dict[str, int],
@@ -64,12 +65,13 @@ class ReceiveHalves:
 
         Args:
             kind: ``"dispatch"`` or ``"combine"``.
+            kernel: name of the kernel that does both halves.
             send_bytes, receive_bytes: shared memory of each half.
             at_once: the hook is called before anything else: where no earlier message waits to be taken, one kernel
                 does both halves.
             keep: what ``parameters`` refers to by address.
         """
-        launch, kernel = self._communicator.launch, f"uccl_ep_ll_{kind}"
+        launch = self._communicator.launch
         if at_once and not self._pending:
             launch(kernel, parameters, shared_bytes=max(send_bytes, receive_bytes), **grid)
             return self._communicator.ensure_usable
@@ -84,8 +86,16 @@ class ReceiveHalves:
         def hook() -> None:
             self._communicator.ensure_usable()  # also when called again: a receive that failed has brought nothing
             while mine in self._pending:
-                self._communicator.ensure_usable()
-                half = self._pending.popleft()  # keeps what its kernel needs until that is launched
-                half.run()
+                self._run_first()
 
         return hook
+
+    def run_all(self) -> None:
+        """Take in all that is waiting, as their hooks would."""
+        while self._pending:
+            self._run_first()
+
+    def _run_first(self) -> None:
+        self._communicator.ensure_usable()
+        half = self._pending.popleft()  # keeps what its kernel needs until that is launched
+        half.run()

@@ -11,6 +11,8 @@ import torch
 from uccl_ep_core.gpu_backend import GpuBackend
 from uccl_ep_core.kernel_parameters import LowLatencyShape
 
+from .path import DIRECT
+
 LIVE_RESULTS = 2
 """Results that are valid at the same time: one a parity."""
 
@@ -25,6 +27,12 @@ class LowLatencyHandle(tuple[Any, ...]):
 
     state: HandleState
 
+    @property
+    def rounding(self) -> str:
+        """In which order a combine adds up: ``"increasing k"``; or ``"by rank"``: each rank's rows in increasing k, then
+        those sums in the order of ranks. Both in float32 (float64 for float64), rounded once."""
+        return "by rank" if self.state.path == DIRECT else "increasing k"
+
     @classmethod
     def of(cls, state: HandleState) -> LowLatencyHandle:
         shape = state.shape
@@ -35,7 +43,11 @@ class LowLatencyHandle(tuple[Any, ...]):
 
 @dataclasses.dataclass(eq=False)
 class HandleState:
-    """What combine needs of a dispatch; tensors as in LowLatencyDispatchParameters of core/kernels/parameters.hpp."""
+    """What combine needs of a dispatch; tensors as in LowLatencyDispatchParameters of core/kernels/parameters.hpp.
+
+    Attributes:
+        path: how its rows travelled, and those of the combine will; `picks` and `tokens` are of the direct path alone.
+    """
 
     owner: weakref.ref[Any]
     generation: int
@@ -52,6 +64,9 @@ class HandleState:
     rows_before: torch.Tensor
     rows_home: torch.Tensor
     layout_range: torch.Tensor
+    path: str
+    picks: torch.Tensor | None
+    tokens: torch.Tensor | None
 
     def rows_shape(self, num_ranks: int) -> tuple[int, int, int]:
         """[local experts, num_ranks * max_tokens, hidden]: rows as they were received, and as combine takes them."""

@@ -32,6 +32,19 @@ void bind_messages(py::module_ &kernels) {
             return LowLatencyRows::of(local_experts, rows, row_bytes, scale_bytes, num_topk).end;
         },
         py::arg("local_experts"), py::arg("rows"), py::arg("row_bytes"), py::arg("scale_bytes"), py::arg("num_topk"));
+    kernels.def(
+        "direct_dispatch_bytes",
+        [](uint64_t max_tokens, uint64_t row_bytes, uint64_t scale_bytes, uint64_t num_topk) {
+            return DirectDispatchInbox::of(max_tokens, row_bytes, scale_bytes, num_topk).end;
+        },
+        py::arg("max_tokens"), py::arg("row_bytes"), py::arg("scale_bytes"), py::arg("num_topk"));
+    kernels.def(
+        "direct_combine_bytes",
+        [](uint64_t num_ranks, uint64_t max_tokens, uint64_t hidden, uint64_t accumulator_bytes, uint64_t num_topk) {
+            return DirectCombineInbox::of(num_ranks, max_tokens, hidden, accumulator_bytes, num_topk).end;
+        },
+        py::arg("num_ranks"), py::arg("max_tokens"), py::arg("hidden"), py::arg("accumulator_bytes"),
+        py::arg("num_topk"));
 }
 
 void bind_block_memory(py::module_ &kernels) {
@@ -40,6 +53,10 @@ void bind_block_memory(py::module_ &kernels) {
     kernels.def("low_latency_arrivals_bytes", &LowLatencyArrivals::bytes, py::arg("experts"), py::arg("ranks"),
                 py::arg("warps"), py::arg("topk"));
     kernels.def("low_latency_terms_bytes", &WeightedRow::bytes, py::arg("warps"), py::arg("topk"));
+    kernels.def("direct_placing_bytes", &DirectPlacing::bytes, py::arg("ranks"), py::arg("warps"), py::arg("topk"),
+                py::arg("rounds"), py::arg("max_tokens"));
+    kernels.def("direct_combining_bytes", &DirectCombining::bytes, py::arg("warps"), py::arg("topk"),
+                py::arg("rounds"));
     kernels.def("combine_progress_bytes", &CombineProgress::bytes, py::arg("warps"), py::arg("ranks"));
     kernels.def("fold_terms_bytes", &FoldTerms::bytes, py::arg("warps"), py::arg("num_terms"));
 }
@@ -50,6 +67,7 @@ void bind_kernels(py::module_ &module) {
     py::module_ kernels = module.def_submodule("kernels", "Sizes that launches of kernels need.");
     kernels.attr("SCALE_GROUP") = kScaleGroup;
     kernels.attr("MOST_LOW_LATENCY_TOKENS") = (uint64_t{1} << kLowLatencyTokenBits) - 1;
+    kernels.attr("DIRECT_BLOCKS") = kDirectBlocks;
     bind_messages(kernels);
     bind_block_memory(kernels);
     kernels.def("counters_bytes", &Counters::bytes, py::arg("layout"));

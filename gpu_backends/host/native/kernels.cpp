@@ -28,6 +28,12 @@ constexpr Kernel kKernels[] = {
     entry<LowLatencyCombineParameters, uccl_ep_ll_combine>("uccl_ep_ll_combine"),
     entry<LowLatencyCombineParameters, uccl_ep_ll_combine_send>("uccl_ep_ll_combine_send"),
     entry<LowLatencyCombineParameters, uccl_ep_ll_combine_receive>("uccl_ep_ll_combine_receive"),
+    entry<LowLatencyDispatchParameters, uccl_ep_ll_direct_dispatch>("uccl_ep_ll_direct_dispatch"),
+    entry<LowLatencyDispatchParameters, uccl_ep_ll_direct_dispatch_send>("uccl_ep_ll_direct_dispatch_send"),
+    entry<LowLatencyDispatchParameters, uccl_ep_ll_direct_dispatch_receive>("uccl_ep_ll_direct_dispatch_receive"),
+    entry<LowLatencyCombineParameters, uccl_ep_ll_direct_combine>("uccl_ep_ll_direct_combine"),
+    entry<LowLatencyCombineParameters, uccl_ep_ll_direct_combine_send>("uccl_ep_ll_direct_combine_send"),
+    entry<LowLatencyCombineParameters, uccl_ep_ll_direct_combine_receive>("uccl_ep_ll_direct_combine_receive"),
     entry<BarrierParameters, uccl_ep_barrier>("uccl_ep_barrier"),
 };
 }  // namespace

@@ -48,6 +48,18 @@ class VectorRun {
         for (uint32_t i = 0; i < kVectors; ++i) store(to + i * kLength, sums_[i]);
     }
 
+    using Partial = const Accumulator *;
+    static Partial load_partial(const Accumulator *from) { return from; }
+    void add_partial(Partial from) {
+#pragma GCC unroll 8
+        for (uint32_t i = 0; i < kVectors; ++i) {
+            Vector value;
+            std::memcpy(&value, from + i * kLength, sizeof(value));
+            sums_[i] += value;
+        }
+    }
+    void store_partial(Accumulator *to) const { std::memcpy(to, sums_, sizeof(sums_)); }
+
   private:
     static Vector load_vector(const Storage *from) {
         Vector value;

@@ -12,6 +12,7 @@
 //   outboxes        the sending side of direct and rail rings, for peers reached through a transport
 //   low-latency     [2 parities] inbox and outbox of dispatch and of combine
 //   local signals   those that ranks of my domain raise for me
+//   direct flags    likewise, by the blocks of its direct low-latency kernels; only in a group of one domain
 //
 // Control window (host memory, mapped to the device):
 //   header, verdicts, signals, signal outbox, verdict outbox, notices, notice outbox
@@ -45,6 +46,19 @@ enum class SignalKind : uint32_t {
     kBarrier = 10,
     kCount = 11,
 };
+
+// What a block of a direct low-latency kernel tells the block of the same number on another rank, or all of its blocks.
+// A flag's value is the number of the operation; it only grows.
+enum class DirectFlag : uint32_t {
+    kDispatchRows = 0,  // its rows of this dispatch are written
+    kDispatchRead = 1,  // it has read my rows of this dispatch
+    kCombineRows = 2,
+    kCombineRead = 3,
+    kCount = 4,
+};
+inline constexpr uint32_t kDirectBlocks = 256;  // most blocks of a direct low-latency kernel
+inline constexpr uint32_t kDirectHead = kDirectBlocks;  // the "block" whose rows are what all blocks read first
+inline constexpr uint32_t kDirectFlags = kDirectBlocks + 8;  // of a kind and a rank: whole cache lines
 
 // A verdict: which rank failed, in the words of the rank that noticed. Written by rank w into entry w
 // of every peer's control window, `state` last.
@@ -179,7 +193,15 @@ struct Layout {
     UCCL_EP_DEVICE uint64_t local_signal_offset(uint32_t index) const {
         return align_up(ll_combine_outbox(2), kCacheLine) + uint64_t{index} * kCacheLine;
     }
-    UCCL_EP_DEVICE uint64_t data_bytes() const { return align_up(local_signal_offset(num_signals()), 4096); }
+    UCCL_EP_DEVICE uint64_t direct_flag_offset(DirectFlag flag, uint32_t peer, uint32_t block) const {
+        return local_signal_offset(num_signals()) +
+               ((uint64_t{static_cast<uint32_t>(flag)} * num_ranks + peer) * kDirectFlags + block) * 8;
+    }
+    UCCL_EP_DEVICE uint64_t data_bytes() const {
+        const bool direct = has_remote == 0 && ll_dispatch_bytes != 0;
+        return align_up(direct ? direct_flag_offset(DirectFlag::kCount, 0, 0) : local_signal_offset(num_signals()),
+                        4096);
+    }
 
     // ---- control window ----
     UCCL_EP_DEVICE static constexpr uint64_t header_offset() { return 0; }

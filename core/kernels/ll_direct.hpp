@@ -1,0 +1,109 @@
+// What direct low-latency dispatch and combine have in common. In a group of one scale-up domain every row has a place of
+// its own in the window that it goes to, so nobody numbers rows before they leave; and block b of a rank deals with
+// tokens b, b + blocks, ... of all ranks, so it waits for block b of the others, never for the blocks beside it. All
+// ranks launch as many blocks (the communicator agrees on that).
+#pragma once
+
+#include "stream.hpp"
+#include "tokens.hpp"
+
+namespace uccl_ep {
+
+UCCL_EP_DEVICE uint64_t *direct_flag(const Group &group, uint32_t owner, DirectFlag flag, uint32_t raiser,
+                                     uint32_t block) {
+    return reinterpret_cast<uint64_t *>(group.peer_data[owner] +
+                                        group.layout.direct_flag_offset(flag, raiser, block));
+}
+
+// Tokens that a block deals with, of a source with so many.
+UCCL_EP_DEVICE uint32_t direct_rounds(uint32_t num_tokens) {
+    const uint32_t blocks = device::num_blocks(), block = device::block_index();
+    return num_tokens > block ? (num_tokens - block + blocks - 1) / blocks : 0;
+}
+
+// The picks of this block's own tokens, [rounds][topk]. The whole block; seen by all after the next sync_block.
+UCCL_EP_DEVICE void direct_load_mine(const void *topk_idx, uint32_t index_bytes, uint32_t num_tokens, uint32_t topk,
+                                     int32_t *mine) {
+    const uint32_t threads = device::warps_per_block() * device::kWarpSize;
+    const uint32_t thread = device::warp_in_block() * device::kWarpSize + device::lane();
+    const uint32_t entries = direct_rounds(num_tokens) * topk;
+    for (uint32_t i = thread; i < entries; i += threads) {
+        const uint64_t token = device::block_index() + uint64_t{i / topk} * device::num_blocks();
+        mine[i] = static_cast<int32_t>(load_index(topk_idx, index_bytes, token * topk + i % topk));
+    }
+}
+
+// Calls `visit(rank)` for each rank that a token goes to, once, in the order of its first picks. `pick(k)` is an expert
+// or negative. The whole warp.
+template <class Pick, class Visit>
+UCCL_EP_DEVICE void for_each_rank_of(Pick pick, uint32_t topk, uint32_t local_experts, Visit visit) {
+    for (uint32_t base = 0; base < topk; base += device::kWarpSize) {
+        const uint32_t k = base + device::lane();
+        const int32_t expert = k < topk ? pick(k) : -1;
+        const uint32_t rank = expert < 0 ? ~uint32_t{0} : static_cast<uint32_t>(expert) / local_experts;
+        bool first = expert >= 0 && (device::match(rank) & device::lanes_below()) == 0;
+        for (uint32_t j = 0; j < base && first; ++j) {
+            const int32_t earlier = pick(j);
+            first = earlier < 0 || static_cast<uint32_t>(earlier) / local_experts != rank;
+        }
+        device::LaneMask left = device::ballot(first);
+        while (left != 0) {
+            visit(device::broadcast(rank, device::lowest_bit(left)));
+            left &= left - 1;
+        }
+    }
+}
+
+// Wait for a flag; one thread. `phase` says what for.
+UCCL_EP_DEVICE bool wait_flag(const Group &group, Phase phase, DirectFlag flag, SignalKind named, uint32_t peer,
+                              uint32_t block, uint64_t number) {
+    const uint64_t *word = direct_flag(group, group.rank, flag, peer, block);
+    return wait_at_least(group, {phase, peer, group.layout.signal_index(named, peer, 0), number},
+                         [word] { return device::load_acquire_system(word); });
+}
+
+// Wait until block b of every other rank has read what this block, b, wrote for it two operations ago. Also ends at an
+// earlier failure: what earlier kernels should have left is then not there. The whole block.
+UCCL_EP_DEVICE bool direct_wait_room(const Group &group, Phase phase, DirectFlag read, SignalKind named,
+                                     uint64_t number) {
+    const uint32_t warp = device::warp_in_block(), warps = device::warps_per_block(), ranks = group.num_ranks();
+    bool ok = true;
+    if (device::lane() == 0) {
+        if (warp == warps - 1) ok = !aborted(group);
+        for (uint32_t i = warp + 1; i < ranks && number > 2; i += warps) {
+            ok = wait_flag(group, phase, read, named, (group.rank + i) % ranks, device::block_index(), number - 2) && ok;
+        }
+    }
+    return device::sync_block_all(ok);
+}
+
+// The same for what all blocks of a peer read: the head that this rank writes for it. The whole warp.
+UCCL_EP_DEVICE bool direct_wait_head_room(const Group &group, Phase phase, DirectFlag read, SignalKind named,
+                                          uint32_t peer, uint64_t number) {
+    bool ok = true;
+    for (uint32_t block = device::lane(); block < device::num_blocks() && number > 2; block += device::kWarpSize)
+        ok = ok && wait_flag(group, phase, read, named, peer, block, number - 2);
+    return device::ballot(!ok) == 0;
+}
+
+// Calls `send(peer)` for each peer whose head this block writes: on its last warp, while the others write rows. The
+// blocks at the end have the fewest tokens.
+template <class Send>
+UCCL_EP_DEVICE void for_each_head_of_block(const Group &group, Send send) {
+    const uint32_t ranks = group.num_ranks(), blocks = device::num_blocks();
+    if (device::warp_in_block() != device::warps_per_block() - 1) return;
+    for (uint32_t i = blocks - 1 - device::block_index(); i + 1 < ranks; i += blocks) send((group.rank + 1 + i) % ranks);
+}
+
+// Tell block b of every other rank; what this block wrote before comes first. The whole block.
+UCCL_EP_DEVICE void direct_raise(const Group &group, DirectFlag flag, uint64_t number) {
+    device::sync_block();
+    const uint32_t threads = device::warps_per_block() * device::kWarpSize;
+    const uint32_t thread = device::warp_in_block() * device::kWarpSize + device::lane();
+    for (uint32_t i = thread + 1; i < group.num_ranks(); i += threads) {
+        const uint32_t peer = (group.rank + i) % group.num_ranks();
+        device::store_release_system(direct_flag(group, peer, flag, group.rank, device::block_index()), number);
+    }
+}
+
+}  // namespace uccl_ep

@@ -1,0 +1,74 @@
+"""How the rows of a low-latency operation travel: packed into one message a rank, or each directly to its place."""
+
+from __future__ import annotations
+
+from uccl_ep_core._native import kernels
+from uccl_ep_core.kernel_parameters import LowLatencyShape, PayloadType
+
+from ..communicator import Communicator
+
+PACKED, DIRECT = "packed", "direct"
+
+DIRECT_PICKS = 16384
+"""Most picks of all ranks on the direct path: each block reads them all, and looks through them once a pick of its own."""
+MOST_DIRECT_EXPERTS = 32767
+"""A block keeps picks as int16."""
+
+
+class DirectPath:
+    """Sizes of direct kernels of one shape, and whether that path can be taken."""
+
+    def __init__(self, communicator: Communicator, shape: LowLatencyShape) -> None:
+        self._communicator, self._shape = communicator, shape
+        self.grid = {**communicator.low_latency_grid(), "num_blocks": communicator.direct_blocks}
+
+    def _rounds(self, num_tokens: int) -> int:
+        """Tokens that one block deals with."""
+        return -(-num_tokens // self.grid["num_blocks"])
+
+    def placing_bytes(self, num_tokens: int) -> int:
+        """Shared memory of a dispatch of so many own tokens."""
+        ranks, shape, warps = self._communicator.num_ranks, self._shape, self.grid["warps"]
+        rounds = self._rounds(num_tokens)
+        return int(kernels.direct_placing_bytes(ranks, warps, shape.num_topk, rounds, shape.max_tokens))
+
+    def combining_bytes(self) -> int:
+        """Shared memory of a combine."""
+        rounds = self._rounds(self._shape.max_tokens)
+        return int(kernels.direct_combining_bytes(self.grid["warps"], self._shape.num_topk, rounds))
+
+    def hindrance(self, masked: bool) -> str | None:
+        """Why rows of this shape cannot go directly; None where they can. Equal on all ranks.
+
+        Args:
+            masked: the group goes on without ranks that are gone: all blocks must then agree on what has come.
+        """
+        communicator, shape = self._communicator, self._shape
+        ranks, backend = communicator.num_ranks, communicator.backend
+        picks = ranks * shape.max_tokens * shape.num_topk
+        accumulator_bytes = 8 if shape.payload_type == PayloadType.FLOAT64 else 4
+        sums = kernels.direct_combine_bytes(
+            ranks, shape.max_tokens, shape.hidden, accumulator_bytes, shape.num_topk
+        )
+        shared = max(self.placing_bytes(shape.max_tokens), self.combining_bytes())
+        if communicator.layout.has_remote:
+            return "a rank is reached through a transport"
+        if masked:
+            return "the group goes on without ranks that are gone (enable_shrink)"
+        if picks > DIRECT_PICKS:
+            return f"all ranks together have {picks} picks, more than {DIRECT_PICKS}"
+        if shape.num_experts > MOST_DIRECT_EXPERTS:
+            return f"there are {shape.num_experts} experts, more than {MOST_DIRECT_EXPERTS}"
+        if sums > communicator.capacity.combine_bytes:
+            return f"the sums that come home need {sums} bytes, and have {communicator.capacity.combine_bytes}"
+        if shared > backend.limits.max_shared_bytes:
+            return f"a block needs {shared} bytes of shared memory, and has {backend.limits.max_shared_bytes}"
+        return None
+
+
+def choose(communicator: Communicator, shape: LowLatencyShape, masked: bool) -> str:
+    """The path of a dispatch of this shape, and of its combine."""
+    wanted = communicator.general.low_latency_path
+    if wanted == PACKED or DirectPath(communicator, shape).hindrance(masked) is not None:
+        return PACKED
+    return DIRECT
