@@ -41,7 +41,8 @@ UCCL_EP_DEVICE void for_each_rank_of(Pick pick, uint32_t topk, uint32_t local_ex
         const uint32_t k = base + device::lane();
         const int32_t expert = k < topk ? pick(k) : -1;
         const uint32_t rank = expert < 0 ? ~uint32_t{0} : static_cast<uint32_t>(expert) / local_experts;
-        bool first = expert >= 0 && (device::match(rank) & device::lanes_below()) == 0;
+        const device::LaneMask same = device::match(rank);  // of all lanes, also those without a pick
+        bool first = expert >= 0 && (same & device::lanes_below()) == 0;
         for (uint32_t j = 0; j < base && first; ++j) {
             const int32_t earlier = pick(j);
             first = earlier < 0 || static_cast<uint32_t>(earlier) / local_experts != rank;
