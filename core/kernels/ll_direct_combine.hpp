@@ -46,7 +46,7 @@ UCCL_EP_DEVICE void direct_send_weights(const LowLatencyCombineParameters &p, ui
 UCCL_EP_DEVICE uint32_t sum_pieces(const LowLatencyShape &shape, uint32_t *elements) {
     const uint32_t warps = device::warps_per_block();
     *elements = static_cast<uint32_t>(
-        align_up((shape.hidden + warps - 1) / warps, sum_step(shape.row_bytes / shape.hidden)));
+        align_up((shape.hidden + warps - 1) / warps, partial_step(shape.row_bytes / shape.hidden)));
     return (shape.hidden + *elements - 1) / *elements;
 }
 

@@ -103,15 +103,20 @@ class ScalarRun {
     typename Element::Accumulator sums_[kElements];
 };
 
-// A backend whose primitives know a faster form with the same bits names it, and a shorter one for what is left.
+// A backend whose primitives know a faster form with the same bits names it, one of half its length for sums that keep
+// more rows at hand, and a short one for what is left.
 #ifdef UCCL_EP_DEVICE_RUN
 template <class Element>
 using Run = UCCL_EP_DEVICE_RUN<Element>;
+template <class Element>
+using MiddleRun = UCCL_EP_DEVICE_MIDDLE_RUN<Element>;
 template <class Element>
 using ShortRun = UCCL_EP_DEVICE_SHORT_RUN<Element>;
 #else
 template <class Element>
 using Run = ScalarRun<Element>;
+template <class Element>
+using MiddleRun = ScalarRun<Element>;
 template <class Element>
 using ShortRun = ScalarRun<Element>;
 #endif

@@ -31,8 +31,15 @@ UCCL_EP_DEVICE uint32_t weigh_runs(typename Element::Accumulator *to, uint32_t b
     return begin;
 }
 
+// Elements that a warp sums at a time: pieces of a row that are shared out begin at multiples of it.
+UCCL_EP_DEVICE constexpr uint32_t partial_step(uint32_t element_bytes) {
+    return element_bytes == 2   ? MiddleRun<Bfloat16>::kElements * device::kWarpSize
+           : element_bytes == 4 ? MiddleRun<Float32>::kElements * device::kWarpSize
+                                : MiddleRun<Float64>::kElements * device::kWarpSize;
+}
+
 // to[i] = sum over terms, in order, of weight(j) * row(j)[i], for i in [begin, end). `begin` is a multiple of
-// sum_step(). The whole warp.
+// partial_step(). The whole warp.
 template <class Element, class Row, class Weight>
 UCCL_EP_DEVICE void weigh_rows(uint8_t *sums, uint32_t begin, uint32_t end, uint32_t num_terms, Row term,
                                Weight weight) {
@@ -41,7 +48,7 @@ UCCL_EP_DEVICE void weigh_rows(uint8_t *sums, uint32_t begin, uint32_t end, uint
     auto *to = reinterpret_cast<Accumulator *>(sums);
     const auto row = [&](uint32_t j) { return reinterpret_cast<const Storage *>(term(j)); };
     const auto factor = [&](uint32_t j) { return static_cast<Accumulator>(weight(j)); };
-    uint32_t whole = weigh_runs<Run<Element>, Element>(to, begin, end, num_terms, row, factor);
+    uint32_t whole = weigh_runs<MiddleRun<Element>, Element>(to, begin, end, num_terms, row, factor);
     whole = weigh_runs<ShortRun<Element>, Element>(to, whole, end, num_terms, row, factor);
     for (uint32_t i = whole + device::lane(); i < end; i += device::kWarpSize) {
         Accumulator sum = 0;
@@ -74,13 +81,13 @@ UCCL_EP_DEVICE uint32_t add_runs(typename Element::Storage *to, uint32_t begin, 
 }
 
 // out[i] = round(sum over j, in order, of the sums at sums(j)), for i in [begin, end), which weigh_rows made in pieces
-// that began at multiples of sum_step() too. The whole warp.
+// that began at multiples of partial_step() too. The whole warp.
 template <class Element, class Sums>
 UCCL_EP_DEVICE void add_sums(uint8_t *out, uint32_t begin, uint32_t end, uint32_t num_sums, Sums place) {
     using Accumulator = typename Element::Accumulator;
     auto *to = reinterpret_cast<typename Element::Storage *>(out);
     const auto sums = [&](uint32_t j) { return reinterpret_cast<const Accumulator *>(place(j)); };
-    uint32_t whole = add_runs<Run<Element>, Element>(to, begin, end, num_sums, sums);
+    uint32_t whole = add_runs<MiddleRun<Element>, Element>(to, begin, end, num_sums, sums);
     whole = add_runs<ShortRun<Element>, Element>(to, whole, end, num_sums, sums);
     for (uint32_t i = whole + device::lane(); i < end; i += device::kWarpSize) {
         Accumulator sum = 0;

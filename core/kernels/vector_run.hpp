@@ -113,6 +113,8 @@ class VectorRun {
 template <class Element>
 using LongRun = VectorRun<Element, 4>;
 template <class Element>
+using MiddleRun = VectorRun<Element, 2>;
+template <class Element>
 using ShortRun = VectorRun<Element, 1>;
 
 }  // namespace uccl_ep::device

@@ -30,6 +30,7 @@
 
 // How core/kernels/numerics.hpp sums.
 #define UCCL_EP_DEVICE_RUN ::uccl_ep::device::LongRun
+#define UCCL_EP_DEVICE_MIDDLE_RUN ::uccl_ep::device::MiddleRun
 #define UCCL_EP_DEVICE_SHORT_RUN ::uccl_ep::device::ShortRun
 
 // nvcc parses this once for the CPU side, where there is no architecture and nothing is called.

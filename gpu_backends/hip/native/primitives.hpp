@@ -33,6 +33,7 @@
 
 // How core/kernels/numerics.hpp sums.
 #define UCCL_EP_DEVICE_RUN ::uccl_ep::device::LongRun
+#define UCCL_EP_DEVICE_MIDDLE_RUN ::uccl_ep::device::MiddleRun
 #define UCCL_EP_DEVICE_SHORT_RUN ::uccl_ep::device::ShortRun
 
 namespace uccl_ep::device {

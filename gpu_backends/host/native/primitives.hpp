@@ -29,6 +29,7 @@
 #include "vector_run.hpp"
 // A lone lane sums in vector registers; many lanes sum as on a GPU, each its elements.
 #define UCCL_EP_DEVICE_RUN ::uccl_ep::host::VectorRun
+#define UCCL_EP_DEVICE_MIDDLE_RUN ::uccl_ep::host::VectorRun
 #define UCCL_EP_DEVICE_SHORT_RUN ::uccl_ep::host::VectorRun
 #endif
 
