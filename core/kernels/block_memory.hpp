@@ -70,25 +70,21 @@ struct LowLatencyArrivals {
 struct DirectPlacing {
     uint64_t *place;  // [ranks][topk] of a round: local expert << 32 | row there, or kNowhere
     uint64_t *list;  // [warps][topk] output rows of the row at hand
-    int32_t *mine;  // [rounds][topk] picks of this block's own tokens
     uint32_t *tokens;  // [ranks] of each source
     int16_t *picks;  // [entries] of all tokens of all sources
 
     static constexpr uint64_t kNowhere = ~uint64_t{0};
 
-    UCCL_EP_DEVICE static DirectPlacing in(uint8_t *memory, uint32_t ranks, uint32_t warps, uint32_t topk,
-                                           uint32_t rounds) {
+    UCCL_EP_DEVICE static DirectPlacing in(uint8_t *memory, uint32_t ranks, uint32_t warps, uint32_t topk) {
         DirectPlacing at;
         at.place = reinterpret_cast<uint64_t *>(memory);
         at.list = at.place + ranks * topk;
-        at.mine = reinterpret_cast<int32_t *>(at.list + warps * topk);
-        at.tokens = reinterpret_cast<uint32_t *>(at.mine + rounds * topk);
+        at.tokens = reinterpret_cast<uint32_t *>(at.list + warps * topk);
         at.picks = reinterpret_cast<int16_t *>(at.tokens + ranks);
         return at;
     }
-    UCCL_EP_DEVICE static uint64_t bytes(uint64_t ranks, uint64_t warps, uint64_t topk, uint64_t rounds,
-                                         uint64_t max_tokens) {
-        return 8 * topk * (ranks + warps) + 4 * (rounds * topk + ranks) + 2 * ranks * max_tokens * topk;
+    UCCL_EP_DEVICE static uint64_t bytes(uint64_t ranks, uint64_t warps, uint64_t topk, uint64_t max_tokens) {
+        return 8 * topk * (ranks + warps) + 4 * ranks + 2 * ranks * max_tokens * topk;
     }
 };
 
@@ -99,22 +95,6 @@ struct WeightedRow {
     uint32_t reserved;
 
     UCCL_EP_DEVICE static uint64_t bytes(uint64_t warps, uint64_t topk) { return warps * topk * sizeof(WeightedRow); }
-};
-
-// What a block of a direct low-latency combine keeps: each warp's list of terms, and the picks of the block's own tokens.
-struct DirectCombining {
-    WeightedRow *terms;  // [warps][topk]
-    int32_t *mine;  // [rounds][topk]
-
-    UCCL_EP_DEVICE static DirectCombining in(uint8_t *memory, uint32_t warps, uint32_t topk) {
-        DirectCombining at;
-        at.terms = reinterpret_cast<WeightedRow *>(memory);
-        at.mine = reinterpret_cast<int32_t *>(at.terms + warps * topk);
-        return at;
-    }
-    UCCL_EP_DEVICE static uint64_t bytes(uint64_t warps, uint64_t topk, uint64_t rounds) {
-        return WeightedRow::bytes(warps, topk) + 4 * rounds * topk;
-    }
 };
 
 // One addend of a token's sum in a high-throughput combine: its payload, and its top-k weights where it has some.

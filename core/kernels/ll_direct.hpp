@@ -15,23 +15,26 @@ UCCL_EP_DEVICE uint64_t *direct_flag(const Group &group, uint32_t owner, DirectF
                                         group.layout.direct_flag_offset(flag, raiser, block));
 }
 
-// Tokens that a block deals with, of a source with so many.
-UCCL_EP_DEVICE uint32_t direct_rounds(uint32_t num_tokens) {
-    const uint32_t blocks = device::num_blocks(), block = device::block_index();
-    return num_tokens > block ? (num_tokens - block + blocks - 1) / blocks : 0;
-}
-
-// The picks of this block's own tokens, [rounds][topk]. The whole block; seen by all after the next sync_block.
-UCCL_EP_DEVICE void direct_load_mine(const void *topk_idx, uint32_t index_bytes, uint32_t num_tokens, uint32_t topk,
-                                     int32_t *mine) {
-    const uint32_t threads = device::warps_per_block() * device::kWarpSize;
-    const uint32_t thread = device::warp_in_block() * device::kWarpSize + device::lane();
-    const uint32_t entries = direct_rounds(num_tokens) * topk;
-    for (uint32_t i = thread; i < entries; i += threads) {
-        const uint64_t token = device::block_index() + uint64_t{i / topk} * device::num_blocks();
-        mine[i] = static_cast<int32_t>(load_index(topk_idx, index_bytes, token * topk + i % topk));
+// The picks of one token, a lane each; those beyond the lanes are read when they are asked for. The whole warp.
+class TokenPicks {
+  public:
+    UCCL_EP_DEVICE TokenPicks(const void *topk_idx, uint32_t index_bytes, uint32_t topk, uint32_t token)
+        : topk_idx_(topk_idx), first_(uint64_t{token} * topk), index_bytes_(index_bytes), topk_(topk) {
+        mine_ = device::lane() < topk ? load(device::lane()) : -1;
     }
-}
+    // `k` is below the top-k, and may differ between lanes where it is their own.
+    UCCL_EP_DEVICE int32_t operator()(uint32_t k) const { return k == device::lane() ? mine_ : load(k); }
+
+  private:
+    UCCL_EP_DEVICE int32_t load(uint32_t k) const {
+        return static_cast<int32_t>(load_index(topk_idx_, index_bytes_, first_ + k));
+    }
+
+    const void *topk_idx_;
+    uint64_t first_;
+    uint32_t index_bytes_, topk_;
+    int32_t mine_;
+};
 
 // Calls `visit(rank)` for each rank that a token goes to, once, in the order of its first picks. `pick(k)` is an expert
 // or negative. The whole warp.
@@ -64,26 +67,44 @@ UCCL_EP_DEVICE bool wait_flag(const Group &group, Phase phase, DirectFlag flag, 
 }
 
 // Wait until block b of every other rank has read what this block, b, wrote for it two operations ago. Also ends at an
-// earlier failure: what earlier kernels should have left is then not there. The whole block.
+// earlier failure: what earlier kernels should have left is then not there. The whole warp: each warp looks for itself,
+// so that none waits for another.
 UCCL_EP_DEVICE bool direct_wait_room(const Group &group, Phase phase, DirectFlag read, SignalKind named,
                                      uint64_t number) {
-    const uint32_t warp = device::warp_in_block(), warps = device::warps_per_block(), ranks = group.num_ranks();
     bool ok = true;
-    if (device::lane() == 0) {
-        if (warp == warps - 1) ok = !aborted(group);
-        for (uint32_t i = warp + 1; i < ranks && number > 2; i += warps) {
-            ok = wait_flag(group, phase, read, named, (group.rank + i) % ranks, device::block_index(), number - 2) && ok;
+    for (uint32_t i = device::lane(); i < group.num_ranks(); i += device::kWarpSize) {
+        if (i == 0) {
+            ok = !aborted(group);
+        } else {
+            ok = ok && wait_flag(group, phase, read, named, (group.rank + i) % group.num_ranks(), device::block_index(),
+                                 number > 2 ? number - 2 : 0);
         }
     }
-    return device::sync_block_all(ok);
+    return device::ballot(!ok) == 0;
 }
 
 // The same for what all blocks of a peer read: the head that this rank writes for it. The whole warp.
 UCCL_EP_DEVICE bool direct_wait_head_room(const Group &group, Phase phase, DirectFlag read, SignalKind named,
                                           uint32_t peer, uint64_t number) {
+    const uint64_t expected = number > 2 ? number - 2 : 0;
+    constexpr uint32_t kAtOnce = 8;  // looks in flight; the fence behind them makes acquires of all
     bool ok = true;
-    for (uint32_t block = device::lane(); block < device::num_blocks() && number > 2; block += device::kWarpSize)
-        ok = ok && wait_flag(group, phase, read, named, peer, block, number - 2);
+    for (uint32_t base = device::lane(); base < device::num_blocks(); base += kAtOnce * device::kWarpSize) {
+        uint64_t seen[kAtOnce];
+        UCCL_EP_UNROLL
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+            const uint32_t block = base + i * device::kWarpSize;
+            seen[i] = block < device::num_blocks()
+                          ? device::load_relaxed_system(direct_flag(group, group.rank, read, peer, block))
+                          : expected;
+        }
+        UCCL_EP_UNROLL
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+            if (seen[i] < expected)
+                ok = ok && wait_flag(group, phase, read, named, peer, base + i * device::kWarpSize, number - 2);
+        }
+    }
+    device::fence_system();
     return device::ballot(!ok) == 0;
 }
 

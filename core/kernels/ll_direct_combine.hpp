@@ -15,21 +15,23 @@ UCCL_EP_DEVICE uint8_t *direct_combine_inbox(const Group &group, uint32_t owner,
 // Tell a peer this rank's weights. The whole warp.
 UCCL_EP_DEVICE void direct_send_weights(const LowLatencyCombineParameters &p, uint32_t peer, uint64_t number) {
     const Group &group = p.group;
-    if (!direct_wait_head_room(group, Phase::kLowLatencyCombineSend, DirectFlag::kCombineRead,
-                               SignalKind::kLowLatencyCombineCredit, peer, number))
-        return;
     auto *weights = reinterpret_cast<float *>(
         direct_combine_inbox(group, peer, number) +
         group.rank * DirectCombineInbox::of(p.shape, group.num_ranks()).weights_bytes);
     constexpr uint32_t kAtOnce = 16;  // loads in flight
     const uint32_t entries = p.num_tokens * p.shape.num_topk;
-    for (uint32_t base = device::lane(); base < entries; base += kAtOnce * device::kWarpSize) {
+    bool has_room = false;
+    for (uint32_t base = device::lane(); base < entries || !has_room; base += kAtOnce * device::kWarpSize) {
         float loaded[kAtOnce];
         UCCL_EP_UNROLL
         for (uint32_t i = 0; i < kAtOnce; ++i) {
             const uint32_t entry = base + i * device::kWarpSize;
             loaded[i] = entry < entries ? p.topk_weights[entry] : 0.0f;
         }
+        if (!has_room && !direct_wait_head_room(group, Phase::kLowLatencyCombineSend, DirectFlag::kCombineRead,
+                                                SignalKind::kLowLatencyCombineCredit, peer, number))
+            return;
+        has_room = true;
         UCCL_EP_UNROLL
         for (uint32_t i = 0; i < kAtOnce; ++i) {
             const uint32_t entry = base + i * device::kWarpSize;
@@ -50,43 +52,64 @@ UCCL_EP_DEVICE uint32_t sum_pieces(const LowLatencyShape &shape, uint32_t *eleme
     return (shape.hidden + *elements - 1) / *elements;
 }
 
-// Weigh and sum elements [begin, end) of the rows made here of a source's token, into its place at that source. The
-// whole warp.
-UCCL_EP_DEVICE void direct_sum_rows(const LowLatencyCombineParameters &p, uint32_t source, uint32_t token,
+// Weigh and sum elements [begin, end) of the rows made here of a source's token, into its place at that source. False
+// on failure. The whole warp.
+UCCL_EP_DEVICE bool direct_sum_rows(const LowLatencyCombineParameters &p, uint32_t source, uint32_t token,
                                     uint32_t begin, uint32_t end, uint64_t number, WeightedRow *terms) {
     const Group &group = p.group;
     const LowLatencyShape &shape = p.shape;
     const uint32_t topk = shape.num_topk;
     const DirectCombineInbox at = DirectCombineInbox::of(shape, group.num_ranks());
     const int32_t *picks = p.picks + (uint64_t{source} * shape.max_tokens + token) * (topk + 1);
-    const float *weights =
-        (source == group.rank ? p.topk_weights
-                              : reinterpret_cast<const float *>(direct_combine_inbox(group, group.rank, number) +
-                                                                source * at.weights_bytes)) +
-        uint64_t{token} * topk;
-    const uint32_t place = static_cast<uint32_t>(picks[topk]);
-    device::sync_lanes();  // the list of the token before has been read
-    uint32_t num_terms = 0;
-    for (uint32_t base = 0; base < topk; base += device::kWarpSize) {
-        const uint32_t k = base + device::lane();
-        const int32_t row = k < topk ? picks[k] : -1;
-        const float weight = k < topk ? weights[k] : 0.0f;
-        const device::LaneMask here = device::ballot(row >= 0);
-        if (row >= 0) {
-            terms[num_terms + device::population_count(here & device::lanes_below())] = {
-                p.x + static_cast<uint64_t>(row) * shape.row_bytes, weight, 0};
+    const auto place = static_cast<uint32_t>(picks[topk]);
+    // Calls `keep(term, k)` where pick k was made here. The whole warp, as a lane each.
+    const auto for_each_term = [&](auto keep) {
+        uint32_t num_terms = 0;
+        for (uint32_t base = 0; base < topk; base += device::kWarpSize) {
+            const uint32_t k = base + device::lane();
+            const int32_t row = k < topk ? picks[k] : -1;
+            const device::LaneMask here = device::ballot(row >= 0);
+            if (row >= 0) keep(&terms[num_terms + device::population_count(here & device::lanes_below())], k, row);
+            num_terms += device::population_count(here);
         }
-        num_terms += device::population_count(here);
-    }
+        return num_terms;
+    };
+    device::sync_lanes();  // the list of the token before has been read
+    const uint32_t num_terms = for_each_term([&](WeightedRow *term, uint32_t, int32_t row) {
+        term->row = p.x + static_cast<uint64_t>(row) * shape.row_bytes;
+    });
     device::sync_lanes();
-    if (num_terms == 0) return;
+    if (num_terms == 0) return true;
+    bool asked = false, ok = true;
+    // The weights, while the first rows are on their way.
+    const auto ready = [&] {
+        if (asked) return ok;
+        asked = true;
+        const float *weights = p.topk_weights;
+        if (source != group.rank) {
+            if (device::lane() == 0) {
+                ok = wait_flag(group, Phase::kLowLatencyCombineSend, DirectFlag::kCombineRows,
+                               SignalKind::kLowLatencyCombine, source, kDirectHead, number);
+            }
+            ok = device::ballot(!ok) == 0;
+            if (!ok) return false;
+            weights = reinterpret_cast<const float *>(direct_combine_inbox(group, group.rank, number) +
+                                                      source * at.weights_bytes);
+        }
+        for_each_term([&](WeightedRow *term, uint32_t k, int32_t) {
+            term->weight = weights[uint64_t{token} * topk + k];
+        });
+        device::sync_lanes();
+        return true;
+    };
     uint8_t *to = direct_combine_inbox(group, source, number) + at.sums +
                   (uint64_t{token} * at.places + place) * at.sum_bytes;
     with_element(shape.payload_type, [&](auto element) {
         weigh_rows<decltype(element)>(
-            to, begin, end, num_terms, [&](uint32_t j) { return terms[j].row; },
+            to, begin, end, num_terms, ready, [&](uint32_t j) { return terms[j].row; },
             [&](uint32_t j) { return terms[j].weight; });
     });
+    return ok;
 }
 
 // Sum what was made here of sources [first, first + count), counted from this rank, in tokens of this block.
@@ -95,17 +118,12 @@ UCCL_EP_DEVICE void direct_sum_sources(const LowLatencyCombineParameters &p, uin
     const uint32_t ranks = p.group.num_ranks(), blocks = device::num_blocks(), block = device::block_index();
     uint32_t elements;
     const uint32_t pieces = sum_pieces(p.shape, &elements);
-    uint32_t most = 0;
-    for (uint32_t i = 0; i < count; ++i) {
-        const auto tokens = static_cast<uint32_t>(p.tokens[(p.group.rank + first + i) % ranks]);
-        most = tokens > most ? tokens : most;
-    }
-    for (uint32_t token = block; token < most; token += blocks) {
+    for (uint32_t token = block; token < p.shape.max_tokens; token += blocks) {
         for (uint32_t item = device::warp_in_block(); item < count * pieces; item += device::warps_per_block()) {
             const uint32_t source = (p.group.rank + first + item / pieces) % ranks, begin = item % pieces * elements;
-            if (token >= static_cast<uint32_t>(p.tokens[source])) continue;
-            direct_sum_rows(p, source, token, begin,
-                            p.shape.hidden - begin < elements ? p.shape.hidden : begin + elements, number, terms);
+            if (!direct_sum_rows(p, source, token, begin,
+                                 p.shape.hidden - begin < elements ? p.shape.hidden : begin + elements, number, terms))
+                return;
         }
     }
 }
@@ -113,26 +131,16 @@ UCCL_EP_DEVICE void direct_sum_sources(const LowLatencyCombineParameters &p, uin
 // The send half. The whole grid.
 UCCL_EP_DEVICE void direct_combine_send(const LowLatencyCombineParameters &p) {
     const Group &group = p.group;
-    constexpr Phase kPhase = Phase::kLowLatencyCombineSend;
-    const uint32_t warp = device::warp_in_block(), warps = device::warps_per_block(), ranks = group.num_ranks();
+    const uint32_t warp = device::warp_in_block(), ranks = group.num_ranks();
     uint64_t *sent = Counters::direct(group, LowLatencyHalf::kCombineSend, device::block_index());
     const uint64_t number = *sent + 1;
-    if (!direct_wait_room(group, kPhase, DirectFlag::kCombineRead, SignalKind::kLowLatencyCombineCredit, number))
-        return;
     for_each_head_of_block(group, [&](uint32_t peer) { direct_send_weights(p, peer, number); });
-    bool ok = true;
-    for (uint32_t i = warp + 1; i < ranks; i += warps) {
-        const uint32_t source = (group.rank + i) % ranks;
-        if (device::lane() != 0 || direct_rounds(static_cast<uint32_t>(p.tokens[source])) == 0) continue;
-        ok = ok && wait_flag(group, kPhase, DirectFlag::kCombineRows, SignalKind::kLowLatencyCombine, source,
-                             kDirectHead, number);
-    }
-    if (!device::sync_block_all(ok)) return;
-    WeightedRow *terms =
-        DirectCombining::in(device::shared_memory(), warps, p.shape.num_topk).terms + warp * p.shape.num_topk;
-    direct_sum_sources(p, 1, ranks - 1, number, terms);
+    const bool ok = direct_wait_room(group, Phase::kLowLatencyCombineSend, DirectFlag::kCombineRead,
+                                     SignalKind::kLowLatencyCombineCredit, number);
+    auto *terms = reinterpret_cast<WeightedRow *>(device::shared_memory()) + warp * p.shape.num_topk;
+    if (ok) direct_sum_sources(p, 1, ranks - 1, number, terms);
     direct_raise(group, DirectFlag::kCombineRows, number);
-    direct_sum_sources(p, 0, 1, number, terms);  // while the others' sums travel
+    if (ok) direct_sum_sources(p, 0, 1, number, terms);  // while the others' sums travel
     if (warp == 0 && device::lane() == 0) *sent = number;
 }
 
@@ -145,35 +153,24 @@ UCCL_EP_DEVICE void direct_combine_receive(const LowLatencyCombineParameters &p)
     const uint32_t blocks = device::num_blocks(), block = device::block_index();
     uint64_t *received = Counters::direct(group, LowLatencyHalf::kCombineReceive, block);
     const uint64_t number = *received + 1;
-    int32_t *mine = DirectCombining::in(device::shared_memory(), warps, topk).mine;
-    direct_load_mine(p.topk_idx, p.index_bytes, p.num_tokens, topk, mine);
-    if (!device::sync_block_all(warp != 0 || device::lane() != 0 || !aborted(group))) return;
-    const uint32_t entries = direct_rounds(p.num_tokens) * topk;
-    bool ok = true;
-    for (uint32_t i = warp + 1; i < ranks; i += warps) {
-        const uint32_t source = (group.rank + i) % ranks;
-        const auto is_there = [&](uint32_t entry) {
-            return mine[entry] >= 0 && static_cast<uint32_t>(mine[entry]) / local_experts == source;
-        };
-        bool wanted = false;
-        for (uint32_t entry = device::lane(); entry < entries; entry += device::kWarpSize)
-            wanted = wanted || is_there(entry);
-        if (device::ballot(wanted) == 0 || device::lane() != 0) continue;
-        const bool timed = p.wait_cost != nullptr && block == 0;
-        const uint64_t start = timed ? device::now_ns() : 0;
-        ok = ok && wait_flag(group, Phase::kLowLatencyCombineReceive, DirectFlag::kCombineRows,
-                             SignalKind::kLowLatencyCombine, source, block, number);
-        if (timed) p.wait_cost[source] += static_cast<int64_t>(device::now_ns() - start);
-    }
-    if (!device::sync_block_all(ok)) return;
     const DirectCombineInbox at = DirectCombineInbox::of(shape, ranks);
     const uint8_t *sums = direct_combine_inbox(group, group.rank, number) + at.sums;
     uint32_t elements;
     const uint32_t pieces = sum_pieces(shape, &elements);
+    bool ok = !aborted(group);
     for (uint32_t token = block; token < p.num_tokens; token += blocks) {
+        const TokenPicks pick(p.topk_idx, p.index_bytes, topk, token);
         uint32_t num_sums = 0;
-        for_each_rank_of([&](uint32_t k) { return mine[token / blocks * topk + k]; }, topk, local_experts,
-                         [&](uint32_t) { ++num_sums; });
+        for_each_rank_of(pick, topk, local_experts, [&](uint32_t source) {
+            ++num_sums;
+            if (source == group.rank || device::lane() != 0) return;
+            const bool timed = p.wait_cost != nullptr && block == 0 && warp == 0;
+            const uint64_t start = timed ? device::now_ns() : 0;
+            ok = ok && wait_flag(group, Phase::kLowLatencyCombineReceive, DirectFlag::kCombineRows,
+                                 SignalKind::kLowLatencyCombine, source, block, number);
+            if (timed) p.wait_cost[source] += static_cast<int64_t>(device::now_ns() - start);
+        });
+        if (device::ballot(!ok) != 0) break;
         for (uint32_t piece = warp; piece < pieces; piece += warps) {
             const uint32_t begin = piece * elements;
             with_element(shape.payload_type, [&](auto element) {

@@ -13,21 +13,23 @@ namespace uccl_ep {
 // Write the head for a peer: the header, and the picks. The whole warp.
 UCCL_EP_DEVICE void direct_send_picks(const LowLatencyDispatchParameters &p, uint32_t peer, uint64_t number) {
     const Group &group = p.group;
-    if (!direct_wait_head_room(group, Phase::kLowLatencyDispatchSend, DirectFlag::kDispatchRead,
-                               SignalKind::kLowLatencyDispatchCredit, peer, number))
-        return;
     uint8_t *inbox =
         group.peer_data[peer] + group.layout.ll_dispatch_inbox(static_cast<uint32_t>(number & 1), group.rank);
     auto *picks = reinterpret_cast<int32_t *>(inbox + DirectDispatchInbox::of(p.shape).picks);
     constexpr uint32_t kAtOnce = 16;  // loads in flight
     const uint32_t entries = p.num_tokens * p.shape.num_topk;
-    for (uint32_t base = device::lane(); base < entries; base += kAtOnce * device::kWarpSize) {
+    bool has_room = false;
+    for (uint32_t base = device::lane(); base < entries || !has_room; base += kAtOnce * device::kWarpSize) {
         int32_t loaded[kAtOnce];
         UCCL_EP_UNROLL
         for (uint32_t i = 0; i < kAtOnce; ++i) {
             const uint32_t entry = base + i * device::kWarpSize;
             loaded[i] = entry < entries ? static_cast<int32_t>(load_index(p.topk_idx, p.index_bytes, entry)) : -1;
         }
+        if (!has_room && !direct_wait_head_room(group, Phase::kLowLatencyDispatchSend, DirectFlag::kDispatchRead,
+                                                SignalKind::kLowLatencyDispatchCredit, peer, number))
+            return;
+        has_room = true;
         UCCL_EP_UNROLL
         for (uint32_t i = 0; i < kAtOnce; ++i) {
             const uint32_t entry = base + i * device::kWarpSize;
@@ -50,9 +52,10 @@ UCCL_EP_DEVICE void direct_send_picks(const LowLatencyDispatchParameters &p, uin
                                      number);
 }
 
-// Write a token to the ranks that it goes to. The whole block.
-UCCL_EP_DEVICE void direct_write_token(const LowLatencyDispatchParameters &p, const int32_t *mine, uint32_t token,
-                                       uint32_t parity) {
+// Write a token to the ranks that it goes to, once `ready()`. The whole block.
+template <class Ready>
+UCCL_EP_DEVICE void direct_write_token(const LowLatencyDispatchParameters &p, uint32_t token, uint32_t parity,
+                                       Ready ready) {
     const Group &group = p.group;
     const LowLatencyShape &shape = p.shape;
     const uint32_t local_experts = shape.num_experts / group.num_ranks();
@@ -60,10 +63,10 @@ UCCL_EP_DEVICE void direct_write_token(const LowLatencyDispatchParameters &p, co
     const auto inbox_of = [&](uint32_t rank) {
         return group.peer_data[rank] + group.layout.ll_dispatch_inbox(parity, group.rank);
     };
-    const auto pick = [&](uint32_t k) { return mine[k]; };
+    const TokenPicks pick(p.topk_idx, p.index_bytes, shape.num_topk, token);
     const uint64_t row = uint64_t{token} * shape.row_bytes;
     if (shape.quantization != static_cast<uint32_t>(Quantization::kNone)) {
-        cast_token(shape, p.x, token, [&](auto store) {
+        cast_token(shape, p.x, token, ready, [&](auto store) {
             for_each_rank_of(pick, shape.num_topk, local_experts, [&](uint32_t rank) {
                 uint8_t *inbox = inbox_of(rank);
                 store(inbox + at.payload + row,
@@ -72,32 +75,32 @@ UCCL_EP_DEVICE void direct_write_token(const LowLatencyDispatchParameters &p, co
         });
         return;
     }
-    const SharedRun mine_of_row = SharedRun::of(shape.row_bytes);
-    if (mine_of_row.bytes == 0) return;
+    const SharedRun run = SharedRun::of(shape.row_bytes);
+    if (run.bytes == 0 || !ready()) return;
     for_each_rank_of(pick, shape.num_topk, local_experts, [&](uint32_t rank) {
         if (rank == group.rank && p.own_in_place != 0) return;
-        device::copy(inbox_of(rank) + at.payload + row + mine_of_row.begin, p.x + row + mine_of_row.begin,
-                     mine_of_row.bytes);
+        device::copy(inbox_of(rank) + at.payload + row + run.begin, p.x + row + run.begin, run.bytes);
     });
 }
 
 // The send half. The whole grid.
 UCCL_EP_DEVICE void direct_dispatch_send(const LowLatencyDispatchParameters &p) {
     const Group &group = p.group;
-    const uint32_t blocks = device::num_blocks(), block = device::block_index(), topk = p.shape.num_topk;
+    const uint32_t blocks = device::num_blocks(), block = device::block_index();
     uint64_t *sent = Counters::direct(group, LowLatencyHalf::kDispatchSend, block);
     const uint64_t number = *sent + 1;
-    int32_t *mine = DirectPlacing::in(device::shared_memory(), group.num_ranks(), device::warps_per_block(), topk,
-                                      direct_rounds(p.num_tokens))
-                        .mine;
-    direct_load_mine(p.topk_idx, p.index_bytes, p.num_tokens, topk, mine);
-    const bool ok = direct_wait_room(group, Phase::kLowLatencyDispatchSend, DirectFlag::kDispatchRead,
-                                     SignalKind::kLowLatencyDispatchCredit, number);
-    if (!ok) return;
     for_each_head_of_block(group, [&](uint32_t peer) { direct_send_picks(p, peer, number); });
-    for (uint32_t token = block; token < p.num_tokens; token += blocks) {
-        direct_write_token(p, mine + token / blocks * topk, token, static_cast<uint32_t>(number & 1));
-    }
+    bool asked = false, ok = false;
+    const auto ready = [&] {
+        if (!asked) {
+            ok = direct_wait_room(group, Phase::kLowLatencyDispatchSend, DirectFlag::kDispatchRead,
+                                  SignalKind::kLowLatencyDispatchCredit, number);
+        }
+        asked = true;
+        return ok;
+    };
+    for (uint32_t token = block; token < p.num_tokens; token += blocks)
+        direct_write_token(p, token, static_cast<uint32_t>(number & 1), ready);
     direct_raise(group, DirectFlag::kDispatchRows, number);
     if (device::warp_in_block() == 0 && device::lane() == 0) *sent = number;
 }
@@ -165,14 +168,17 @@ UCCL_EP_DEVICE void direct_find_places(const LowLatencyDispatchParameters &p, co
     for (uint32_t question = device::warp_in_block(); question < questions + experts; question += warps) {
         if (question < questions) {
             const uint32_t source = question / of_token, k = question % of_token;
+            int32_t *out = p.picks + (uint64_t{source} * p.shape.max_tokens + token) * of_token;
             if (token >= placing.tokens[source]) {
-                if (k < topk && device::lane() == 0) placing.place[source * topk + k] = DirectPlacing::kNowhere;
+                if (k < topk && device::lane() == 0) {
+                    placing.place[source * topk + k] = DirectPlacing::kNowhere;
+                    if (token < p.shape.max_tokens) out[k] = -1;
+                }
                 continue;
             }
             uint32_t begin = 0;
             for (uint32_t other = 0; other < source; ++other) begin += placing.tokens[other] * topk;
             const int16_t *row = placing.picks + begin + token * topk;
-            int32_t *out = p.picks + (uint64_t{source} * p.shape.max_tokens + token) * of_token;
             if (k == topk) {
                 int32_t before = 0;
                 for_each_rank_of([&](uint32_t i) { return int32_t{row[i]}; }, topk, local_experts,
@@ -208,7 +214,7 @@ UCCL_EP_DEVICE void direct_find_places(const LowLatencyDispatchParameters &p, co
     }
 }
 
-// Copy piece `piece` of `pieces` of a row to its places. The whole warp.
+// Copy piece `piece` of `pieces` of a row to its places; the piece behind the last is its scales. The whole warp.
 UCCL_EP_DEVICE void direct_expand_row(const LowLatencyDispatchParameters &p, const DirectPlacing &placing,
                                       uint32_t source, uint32_t token, uint32_t parity, uint32_t piece,
                                       uint32_t pieces) {
@@ -230,10 +236,14 @@ UCCL_EP_DEVICE void direct_expand_row(const LowLatencyDispatchParameters &p, con
     }
     device::sync_lanes();
     if (outputs == 0) return;
+    if (piece == pieces) {
+        ll_copy_scales_out(p, list, outputs, inbox + at.scales + uint64_t{token} * shape.scale_bytes, 0, 1);
+        return;
+    }
     const uint64_t row = uint64_t{token} * shape.row_bytes;
-    ll_copy_row_out(p, list, outputs,
-                    source == group.rank && p.own_in_place != 0 ? p.x + row : inbox + at.payload + row,
-                    inbox + at.scales + uint64_t{token} * shape.scale_bytes, token, piece, pieces);
+    ll_copy_payload_out(p, list, outputs,
+                        source == group.rank && p.own_in_place != 0 ? p.x + row : inbox + at.payload + row, token, piece,
+                        pieces);
 }
 
 // Whether any pick of the token at hand of a source belongs here.
@@ -255,7 +265,7 @@ UCCL_EP_DEVICE void direct_dispatch_receive(const LowLatencyDispatchParameters &
     const uint64_t number = *received + 1;
     const uint32_t parity = static_cast<uint32_t>(number & 1);
     const DirectPlacing placing =
-        DirectPlacing::in(device::shared_memory(), ranks, warps, topk, direct_rounds(p.num_tokens));
+        DirectPlacing::in(device::shared_memory(), ranks, warps, topk);
     const auto timed = [&](uint32_t source, auto wait) {
         const bool counts = p.wait_cost != nullptr && block == 0;
         const uint64_t start = counts ? device::now_ns() : 0;
@@ -280,21 +290,18 @@ UCCL_EP_DEVICE void direct_dispatch_receive(const LowLatencyDispatchParameters &
             tokens = ok ? header->rows : 0;
         }
         placing.tokens[source] = tokens;
-        if (block == 0) p.tokens[source] = static_cast<int32_t>(tokens);
     }
     if (!device::sync_block_all(ok)) return;
     direct_gather_picks(p, placing, parity);
-    uint32_t most = 0;
-    for (uint32_t source = 0; source < ranks; ++source)
-        most = placing.tokens[source] > most ? placing.tokens[source] : most;
     const uint64_t wanted = align_up((shape.row_bytes + warps - 1) / warps, 512);
     const uint32_t pieces = static_cast<uint32_t>((shape.row_bytes + wanted - 1) / wanted);
-    for (uint32_t token = block, round = 0; token < most || round == 0; token += device::num_blocks(), ++round) {
+    const uint32_t units = pieces + (shape.scale_bytes != 0 ? 1 : 0);
+    for (uint32_t token = block, round = 0; token < shape.max_tokens || round == 0; token += device::num_blocks(), ++round) {
         device::sync_block();  // picks are there, and places of the round before have been read
         direct_find_places(p, placing, token, round == 0);
         device::sync_block();
-        for (uint32_t piece = warp; piece < pieces; piece += warps)
-            direct_expand_row(p, placing, group.rank, token, parity, piece, pieces);
+        for (uint32_t unit = warp; unit < units; unit += warps)
+            direct_expand_row(p, placing, group.rank, token, parity, unit, pieces);
         for (uint32_t i = warp + 1; i < ranks; i += warps) {
             const uint32_t source = (group.rank + i) % ranks;
             if (device::lane() != 0 || !direct_has_row(placing, topk, source)) continue;
@@ -304,9 +311,8 @@ UCCL_EP_DEVICE void direct_dispatch_receive(const LowLatencyDispatchParameters &
             });
         }
         if (!device::sync_block_all(ok)) return;
-        for (uint32_t item = warp; item < (ranks - 1) * pieces; item += warps) {
-            direct_expand_row(p, placing, (group.rank + 1 + item / pieces) % ranks, token, parity, item % pieces,
-                              pieces);
+        for (uint32_t item = warp; item < (ranks - 1) * units; item += warps) {
+            direct_expand_row(p, placing, (group.rank + 1 + item / units) % ranks, token, parity, item % units, pieces);
         }
     }
     direct_raise(group, DirectFlag::kDispatchRead, number);

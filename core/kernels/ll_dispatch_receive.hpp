@@ -93,9 +93,8 @@ UCCL_EP_DEVICE void ll_write_counts(const LowLatencyDispatchParameters &p, const
 
 // Copy piece `piece` of `pieces` of a row to its places in the experts of this rank, which `list` has as
 // local expert << 32 | row there. The whole warp.
-UCCL_EP_DEVICE void ll_copy_row_out(const LowLatencyDispatchParameters &p, const uint64_t *list, uint32_t outputs,
-                                    const uint8_t *payload, const uint8_t *row_scales, uint32_t token, uint32_t piece,
-                                    uint32_t pieces) {
+UCCL_EP_DEVICE void ll_copy_payload_out(const LowLatencyDispatchParameters &p, const uint64_t *list, uint32_t outputs,
+                                        const uint8_t *payload, uint32_t token, uint32_t piece, uint32_t pieces) {
     const LowLatencyShape &shape = p.shape;
     const uint64_t rows_per_expert = uint64_t{p.group.num_ranks()} * shape.max_tokens;
     const auto out_row = [&](uint32_t i) { return (list[i] >> 32) * rows_per_expert + static_cast<uint32_t>(list[i]); };
@@ -104,6 +103,16 @@ UCCL_EP_DEVICE void ll_copy_row_out(const LowLatencyDispatchParameters &p, const
         device::copy_to_many([&](uint32_t i) { return p.receive_x + out_row(i) * shape.row_bytes + begin; }, outputs,
                              payload + begin, shape.row_bytes - begin < bytes ? shape.row_bytes - begin : bytes);
     }
+    if (piece != 0) return;
+    for (uint32_t i = device::lane(); i < outputs; i += device::kWarpSize)
+        p.source_index[out_row(i)] = static_cast<int32_t>(token);
+}
+
+// Likewise a piece of its scales, where it has some. The whole warp.
+UCCL_EP_DEVICE void ll_copy_scales_out(const LowLatencyDispatchParameters &p, const uint64_t *list, uint32_t outputs,
+                                       const uint8_t *row_scales, uint32_t piece, uint32_t pieces) {
+    const LowLatencyShape &shape = p.shape;
+    const uint64_t rows_per_expert = uint64_t{p.group.num_ranks()} * shape.max_tokens;
     const uint32_t step = pieces * device::kWarpSize, first = piece * device::kWarpSize + device::lane();
     const auto *scales = reinterpret_cast<const uint32_t *>(row_scales);
     const uint32_t groups = scale_groups(shape.hidden);
@@ -125,9 +134,6 @@ UCCL_EP_DEVICE void ll_copy_row_out(const LowLatencyDispatchParameters &p, const
             }
         }
     }
-    if (piece != 0) return;
-    for (uint32_t i = device::lane(); i < outputs; i += device::kWarpSize)
-        p.source_index[out_row(i)] = static_cast<int32_t>(token);
 }
 
 // Copy a piece of a row to its places in all experts of this rank. The whole warp.
@@ -161,12 +167,12 @@ UCCL_EP_DEVICE void ll_expand_row(const LowLatencyDispatchParameters &p, const L
         outputs += device::population_count(here);
     }
     device::sync_warp();
-    ll_copy_row_out(p, list, outputs,
-                    source == group.rank && p.own_in_place != 0
-                        ? p.x + uint64_t{static_cast<uint32_t>(token)} * shape.row_bytes
-                        : message + at.payload + uint64_t{row} * shape.row_bytes,
-                    message + at.scales + uint64_t{row} * shape.scale_bytes, static_cast<uint32_t>(token), piece,
-                    pieces);
+    ll_copy_payload_out(p, list, outputs,
+                        source == group.rank && p.own_in_place != 0
+                            ? p.x + uint64_t{static_cast<uint32_t>(token)} * shape.row_bytes
+                            : message + at.payload + uint64_t{row} * shape.row_bytes,
+                        static_cast<uint32_t>(token), piece, pieces);
+    ll_copy_scales_out(p, list, outputs, message + at.scales + uint64_t{row} * shape.scale_bytes, piece, pieces);
     if (piece != 0 || source != group.rank) return;
     for (uint32_t i = device::lane(); i < outputs; i += device::kWarpSize) {
         p.own_row[uint64_t{static_cast<uint32_t>(token)} * topk + list_k[i]] =

@@ -24,9 +24,11 @@ UCCL_EP_DEVICE LowLatencyRow ll_row(const LowLatencyDispatchParameters &p, const
 }
 
 // Cast a token, groups of a scale dealt to the warps of the block; several groups are in flight in a warp, since a load
-// takes longer than all the rest. `write(store)` calls store(payload row, its scales) for each place. The whole block.
-template <class Write>
-UCCL_EP_DEVICE void cast_token(const LowLatencyShape &shape, const uint8_t *tokens, uint32_t token, Write write) {
+// takes longer than all the rest. `ready()` is called while the loads are under way, and says whether to go on;
+// `write(store)` calls store(payload row, its scales) for each place. The whole block.
+template <class Ready, class Write>
+UCCL_EP_DEVICE void cast_token(const LowLatencyShape &shape, const uint8_t *tokens, uint32_t token, Ready ready,
+                               Write write) {
     constexpr uint32_t kGroups = device::kWarpSize == 1 ? 1 : 5;  // in flight: 60 in a block of 12 warps
     const auto type = static_cast<PayloadType>(shape.payload_type);
     const uint8_t *x = tokens + uint64_t{token} * shape.hidden * (type == PayloadType::kFloat32 ? 4 : 2);
@@ -46,6 +48,7 @@ UCCL_EP_DEVICE void cast_token(const LowLatencyShape &shape, const uint8_t *toke
                 casts[i].load<Float32>(x, shape.hidden, group);
             }
         }
+        if (!ready()) return;
         UCCL_EP_UNROLL
         for (uint32_t i = 0; i < kGroups; ++i) {
             if (base + i * warps < groups) casts[i].cast(power_of_two);
@@ -89,14 +92,16 @@ UCCL_EP_DEVICE void ll_write_token(const LowLatencyDispatchParameters &p, const 
                          p.x + uint64_t{token} * shape.row_bytes + run.begin, run.bytes);
         }
     } else {
-        cast_token(shape, p.x, token, [&](auto store) {
-            for (uint32_t k = 0; k < topk; ++k) {
-                if (placing.row[first_entry + k] < 0) continue;
-                const LowLatencyRow to = ll_row(p, placing, first_entry + k);
-                store(to.message + to.at.payload + uint64_t{to.row} * shape.row_bytes,
-                      reinterpret_cast<float *>(to.message + to.at.scales + uint64_t{to.row} * shape.scale_bytes));
-            }
-        });
+        cast_token(
+            shape, p.x, token, [] { return true; },
+            [&](auto store) {
+                for (uint32_t k = 0; k < topk; ++k) {
+                    if (placing.row[first_entry + k] < 0) continue;
+                    const LowLatencyRow to = ll_row(p, placing, first_entry + k);
+                    store(to.message + to.at.payload + uint64_t{to.row} * shape.row_bytes,
+                          reinterpret_cast<float *>(to.message + to.at.scales + uint64_t{to.row} * shape.scale_bytes));
+                }
+            });
     }
     const uint32_t local_experts = shape.num_experts / group.num_ranks();
     uint32_t destination = 0;

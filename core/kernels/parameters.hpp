@@ -254,7 +254,6 @@ struct LowLatencyDispatchParameters {
     // the direct path alone
     int32_t *picks;           // out [num_ranks, M, topk + 1] the row of receive_x of each pick of each token, -1; and
                               // behind them how many ranks before this one the token goes to
-    int32_t *tokens;          // out [num_ranks] tokens of each source
 };
 
 struct LowLatencyCombineParameters {
@@ -274,7 +273,7 @@ struct LowLatencyCombineParameters {
     uint32_t reserved;
     uint8_t *out;                // [num_tokens, hidden]
     int64_t *wait_cost;
-    const int32_t *picks, *tokens;  // of the dispatch, on the direct path
+    const int32_t *picks;  // of the dispatch, on the direct path
 };
 
 struct BarrierParameters {

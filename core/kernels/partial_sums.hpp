@@ -8,9 +8,9 @@ namespace uccl_ep {
 
 inline constexpr uint32_t kTermsAtOnce = 4;  // rows of a token that are loaded before the first is added
 
-template <class AnyRun, class Element, class Row, class Factor>
+template <class AnyRun, class Element, class Ready, class Row, class Factor>
 UCCL_EP_DEVICE uint32_t weigh_runs(typename Element::Accumulator *to, uint32_t begin, uint32_t end, uint32_t num_terms,
-                                   Row row, Factor factor) {
+                                   Ready ready, Row row, Factor factor) {
     constexpr uint32_t kRun = AnyRun::kElements * device::kWarpSize;
     for (; end - begin >= kRun; begin += kRun) {
         AnyRun run;
@@ -21,6 +21,7 @@ UCCL_EP_DEVICE uint32_t weigh_runs(typename Element::Accumulator *to, uint32_t b
             for (uint32_t i = 0; i < kTermsAtOnce; ++i) {
                 if (j + i < num_terms) loaded[i] = AnyRun::load(row(j + i) + begin);
             }
+            if (!ready()) return end;
             UCCL_EP_UNROLL
             for (uint32_t i = 0; i < kTermsAtOnce; ++i) {
                 if (j + i < num_terms) run.template add<true>(loaded[i], factor(j + i));
@@ -39,17 +40,19 @@ UCCL_EP_DEVICE constexpr uint32_t partial_step(uint32_t element_bytes) {
 }
 
 // to[i] = sum over terms, in order, of weight(j) * row(j)[i], for i in [begin, end). `begin` is a multiple of
-// partial_step(). The whole warp.
-template <class Element, class Row, class Weight>
-UCCL_EP_DEVICE void weigh_rows(uint8_t *sums, uint32_t begin, uint32_t end, uint32_t num_terms, Row term,
+// partial_step(). `ready()` is called while rows are on their way and before the first weight is asked for; when it says
+// false, nothing more happens. The whole warp.
+template <class Element, class Ready, class Row, class Weight>
+UCCL_EP_DEVICE void weigh_rows(uint8_t *sums, uint32_t begin, uint32_t end, uint32_t num_terms, Ready ready, Row term,
                                Weight weight) {
     using Storage = typename Element::Storage;
     using Accumulator = typename Element::Accumulator;
     auto *to = reinterpret_cast<Accumulator *>(sums);
     const auto row = [&](uint32_t j) { return reinterpret_cast<const Storage *>(term(j)); };
     const auto factor = [&](uint32_t j) { return static_cast<Accumulator>(weight(j)); };
-    uint32_t whole = weigh_runs<MiddleRun<Element>, Element>(to, begin, end, num_terms, row, factor);
-    whole = weigh_runs<ShortRun<Element>, Element>(to, whole, end, num_terms, row, factor);
+    uint32_t whole = weigh_runs<MiddleRun<Element>, Element>(to, begin, end, num_terms, ready, row, factor);
+    whole = weigh_runs<ShortRun<Element>, Element>(to, whole, end, num_terms, ready, row, factor);
+    if (whole == end || !ready()) return;
     for (uint32_t i = whole + device::lane(); i < end; i += device::kWarpSize) {
         Accumulator sum = 0;
         for (uint32_t j = 0; j < num_terms; ++j) sum += Element::load(row(j)[i]) * factor(j);

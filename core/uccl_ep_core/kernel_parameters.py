@@ -262,7 +262,6 @@ class LowLatencyDispatchParameters(ctypes.Structure):
         ("statistics", c_void_p),
         ("wait_cost", c_void_p),
         ("picks", c_void_p),
-        ("tokens", c_void_p),
     ]
 
 
@@ -288,7 +287,6 @@ class LowLatencyCombineParameters(ctypes.Structure):
         ("out", c_void_p),
         ("wait_cost", c_void_p),
         ("picks", c_void_p),
-        ("tokens", c_void_p),
     ]
 
 

@@ -86,7 +86,7 @@ class Data:
         want_x: received rows; low latency: those at ``used``, [local experts, rows] bool.
         want_idx, want_weights: received with them (high throughput).
         y: what the experts made of the received rows, in the shape that combine takes.
-        want_combined: what combine must return.
+        want_sums: what combine must return, by the order of its sum; high throughput has but one.
         in_rank: bool [tokens, ranks].
         received_from: rows that each rank's tokens make here, a token once.
         received_rows: rows that the rank usefully receives in dispatch and in combine.
@@ -131,9 +131,8 @@ class Data:
 
     def want_combined(self, handle: Any) -> Tensor:
         """What a combine with a handle of any system gives; one that names no order sums in increasing k."""
-        if not self.case.low_latency:
-            return self.want_sums["by rank"]
-        return self.want_sums[getattr(handle, "rounding", "increasing k")]
+        rounding = getattr(handle, "rounding", "increasing k")
+        return self.want_sums[rounding if rounding in self.want_sums else "by rank"]
 
 
 class Workload:

@@ -125,5 +125,4 @@ def combine_parameters(
         out=pointer(returning.out),
         wait_cost=pointer(returning.wait_cost),
         picks=pointer(state.picks),
-        tokens=pointer(state.tokens),
     )

@@ -152,10 +152,9 @@ def new_state(
     begin, count, rows_before, combine_base, rows_home = torch.split(
         backend.empty((3 * pairs + 2 * num_ranks,), torch.int32), [pairs, pairs, pairs, num_ranks, num_ranks]
     )
-    picks = tokens = None
+    picks = None
     if path == DIRECT:
         picks = backend.empty((num_ranks, outgoing.shape.max_tokens, num_topk + 1), torch.int32)
-        tokens = backend.empty((num_ranks,), torch.int32)
     return HandleState(
         owner=weakref.ref(owner),
         generation=generation,
@@ -174,7 +173,6 @@ def new_state(
         layout_range=backend.empty((local_experts, num_ranks), torch.int64),
         path=path,
         picks=picks,
-        tokens=tokens,
     )
 
 
@@ -219,5 +217,4 @@ def dispatch_parameters(
         statistics=pointer(outgoing.statistics),
         wait_cost=pointer(outgoing.wait_cost),
         picks=pointer(state.picks),
-        tokens=pointer(state.tokens),
     )

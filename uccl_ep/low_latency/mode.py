@@ -77,7 +77,7 @@ class LowLatency:
         num_chunks, kernel = 0, f"uccl_ep_ll_{'direct_' if path == DIRECT else ''}dispatch"
         if path == DIRECT:
             direct = DirectPath(communicator, outgoing.shape)
-            grid, send_bytes = direct.grid, direct.placing_bytes(num_tokens)
+            grid, send_bytes = direct.grid, direct.placing_bytes()
             receive_bytes = send_bytes
         else:
             grid, num_chunks, send_bytes = dispatch_grid(communicator, num_tokens, num_topk, num_experts)
@@ -152,7 +152,7 @@ class LowLatency:
         parameters = combine_parameters(communicator.group_struct(), returning, state, self.mask, own_in_place=at_once)
         if state.path == DIRECT:
             direct = DirectPath(communicator, state.shape)
-            grid, receive_bytes = direct.grid, direct.combining_bytes()
+            grid, receive_bytes = direct.grid, direct.terms_bytes()
             send_bytes, kernel = receive_bytes, "uccl_ep_ll_direct_combine"
         else:
             grid, send_bytes, kernel = communicator.low_latency_grid(), 0, "uccl_ep_ll_combine"

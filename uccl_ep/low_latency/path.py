@@ -22,20 +22,15 @@ class DirectPath:
         self._communicator, self._shape = communicator, shape
         self.grid = {**communicator.low_latency_grid(), "num_blocks": communicator.direct_blocks}
 
-    def _rounds(self, num_tokens: int) -> int:
-        """Tokens that one block deals with."""
-        return -(-num_tokens // self.grid["num_blocks"])
+    def placing_bytes(self) -> int:
+        """Shared memory of a dispatch."""
+        shape = self._shape
+        ranks, warps = self._communicator.num_ranks, self.grid["warps"]
+        return int(kernels.direct_placing_bytes(ranks, warps, shape.num_topk, shape.max_tokens))
 
-    def placing_bytes(self, num_tokens: int) -> int:
-        """Shared memory of a dispatch of so many own tokens."""
-        ranks, shape, warps = self._communicator.num_ranks, self._shape, self.grid["warps"]
-        rounds = self._rounds(num_tokens)
-        return int(kernels.direct_placing_bytes(ranks, warps, shape.num_topk, rounds, shape.max_tokens))
-
-    def combining_bytes(self) -> int:
+    def terms_bytes(self) -> int:
         """Shared memory of a combine."""
-        rounds = self._rounds(self._shape.max_tokens)
-        return int(kernels.direct_combining_bytes(self.grid["warps"], self._shape.num_topk, rounds))
+        return int(kernels.low_latency_terms_bytes(self.grid["warps"], self._shape.num_topk))
 
     def hindrance(self, masked: bool) -> str | None:
         """Why rows of this shape cannot go directly; None where they can. Equal on all ranks.
@@ -50,7 +45,7 @@ class DirectPath:
         sums = kernels.direct_combine_bytes(
             ranks, shape.max_tokens, shape.hidden, accumulator_bytes, shape.num_topk
         )
-        shared = max(self.placing_bytes(shape.max_tokens), self.combining_bytes())
+        shared = max(self.placing_bytes(), self.terms_bytes())
         if communicator.layout.has_remote:
             return "a rank is reached through a transport"
         if masked:

@@ -46,7 +46,7 @@ class HandleState:
     """What combine needs of a dispatch; tensors as in LowLatencyDispatchParameters of core/kernels/parameters.hpp.
 
     Attributes:
-        path: how its rows travelled, and those of the combine will; `picks` and `tokens` are of the direct path alone.
+        path: how its rows travelled, and those of the combine will; `picks` are of the direct path alone.
     """
 
     owner: weakref.ref[Any]
@@ -66,7 +66,6 @@ class HandleState:
     layout_range: torch.Tensor
     path: str
     picks: torch.Tensor | None
-    tokens: torch.Tensor | None
 
     def rows_shape(self, num_ranks: int) -> tuple[int, int, int]:
         """[local experts, num_ranks * max_tokens, hidden]: rows as they were received, and as combine takes them."""

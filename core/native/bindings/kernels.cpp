@@ -54,9 +54,7 @@ void bind_block_memory(py::module_ &kernels) {
                 py::arg("warps"), py::arg("topk"));
     kernels.def("low_latency_terms_bytes", &WeightedRow::bytes, py::arg("warps"), py::arg("topk"));
     kernels.def("direct_placing_bytes", &DirectPlacing::bytes, py::arg("ranks"), py::arg("warps"), py::arg("topk"),
-                py::arg("rounds"), py::arg("max_tokens"));
-    kernels.def("direct_combining_bytes", &DirectCombining::bytes, py::arg("warps"), py::arg("topk"),
-                py::arg("rounds"));
+                py::arg("max_tokens"));
     kernels.def("combine_progress_bytes", &CombineProgress::bytes, py::arg("warps"), py::arg("ranks"));
     kernels.def("fold_terms_bytes", &FoldTerms::bytes, py::arg("warps"), py::arg("num_terms"));
 }
