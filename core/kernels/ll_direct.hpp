@@ -62,8 +62,7 @@ UCCL_EP_DEVICE void for_each_rank_of(Pick pick, uint32_t topk, uint32_t local_ex
 UCCL_EP_DEVICE bool wait_flag(const Group &group, Phase phase, DirectFlag flag, SignalKind named, uint32_t peer,
                               uint32_t block, uint64_t number) {
     const uint64_t *word = direct_flag(group, group.rank, flag, peer, block);
-    return wait_at_least(group, {phase, peer, group.layout.signal_index(named, peer, 0), number},
-                         [word] { return device::load_acquire_system(word); });
+    return wait_word(group, {phase, peer, group.layout.signal_index(named, peer, 0), number}, word);
 }
 
 // Wait until block b of every other rank has read what this block, b, wrote for it two operations ago. Also ends at an
@@ -98,10 +97,12 @@ UCCL_EP_DEVICE bool direct_wait_head_room(const Group &group, Phase phase, Direc
                           ? device::load_relaxed_system(direct_flag(group, group.rank, read, peer, block))
                           : expected;
         }
+        bool all = true;
         UCCL_EP_UNROLL
-        for (uint32_t i = 0; i < kAtOnce; ++i) {
-            if (seen[i] < expected)
-                ok = ok && wait_flag(group, phase, read, named, peer, base + i * device::kWarpSize, number - 2);
+        for (uint32_t i = 0; i < kAtOnce; ++i) all = all && seen[i] >= expected;
+        for (uint32_t i = 0; i < kAtOnce && !all; ++i) {
+            const uint32_t block = base + i * device::kWarpSize;
+            if (block < device::num_blocks()) ok = ok && wait_flag(group, phase, read, named, peer, block, expected);
         }
     }
     device::fence_system();

@@ -138,9 +138,11 @@ UCCL_EP_DEVICE void direct_combine_send(const LowLatencyCombineParameters &p) {
     const bool ok = direct_wait_room(group, Phase::kLowLatencyCombineSend, DirectFlag::kCombineRead,
                                      SignalKind::kLowLatencyCombineCredit, number);
     auto *terms = reinterpret_cast<WeightedRow *>(device::shared_memory()) + warp * p.shape.num_topk;
-    if (ok) direct_sum_sources(p, 1, ranks - 1, number, terms);
-    direct_raise(group, DirectFlag::kCombineRows, number);
-    if (ok) direct_sum_sources(p, 0, 1, number, terms);  // while the others' sums travel
+    // The others' tokens first; this rank's own while those sums travel.
+    for (uint32_t own = 0; own < 2; ++own) {
+        if (ok) direct_sum_sources(p, own == 0 ? 1 : 0, own == 0 ? ranks - 1 : 1, number, terms);
+        if (own == 0) direct_raise(group, DirectFlag::kCombineRows, number);
+    }
     if (warp == 0 && device::lane() == 0) *sent = number;
 }
 

@@ -79,7 +79,9 @@ class WaitLimit {
     // failed, or the time is up (which is recorded).
     UCCL_EP_DEVICE bool keep_waiting(uint64_t seen) {
         device::relax();
-        if (++polls_ % 16 != 0) return !(ended_by_failure_ = aborted(group_));
+        if (++polls_ % 16 != 0) return true;
+        ended_by_failure_ = aborted(group_);
+        if (ended_by_failure_) return false;
         const uint64_t now = device::now_ns();
         if (start_ == 0) start_ = now;
         const uint64_t elapsed = now - start_;
@@ -135,6 +137,21 @@ UCCL_EP_DEVICE bool wait_at_least(const Group &group, const Awaited &awaited, Re
     return true;
 }
 
+// The rest of a wait for a word that was too small at a first look. A call: see UCCL_EP_DEVICE_CALL.
+UCCL_EP_DEVICE_CALL bool wait_word_longer(const Group &group, Awaited awaited, const uint64_t *word) {
+    WaitLimit limit(group, awaited);
+    for (;;) {
+        const uint64_t seen = device::load_acquire_system(word);
+        if (seen >= awaited.expected) return true;
+        if (!limit.keep_waiting(seen)) return false;
+    }
+}
+
+// Wait until a word is at least `awaited.expected`; called by one thread. False: see keep_waiting.
+UCCL_EP_DEVICE bool wait_word(const Group &group, const Awaited &awaited, const uint64_t *word) {
+    return device::load_acquire_system(word) >= awaited.expected || wait_word_longer(group, awaited, word);
+}
+
 // Where a rank of my domain (or this one) keeps a signal that a rank of the domain raises.
 UCCL_EP_DEVICE uint64_t *local_signal(const Group &group, uint32_t owner, uint32_t index) {
     return reinterpret_cast<uint64_t *>(group.peer_data[owner] + group.layout.local_signal_offset(index));
@@ -146,7 +163,7 @@ UCCL_EP_DEVICE bool wait_signal_of(const Group &group, uint32_t raiser, const Aw
         group.is_local(raiser)
             ? local_signal(group, group.rank, awaited.signal)
             : reinterpret_cast<const uint64_t *>(group.control + group.layout.signal_offset(awaited.signal));
-    return wait_at_least(group, awaited, [address] { return device::load_acquire_system(address); });
+    return wait_word(group, awaited, address);
 }
 
 // Wait for a signal that `awaited.peer` raises for me; called by one thread.

@@ -8,6 +8,8 @@
 #define UCCL_EP_MAX_THREADS 384
 
 #define UCCL_EP_DEVICE __device__ __forceinline__
+// For what seldom runs: kernels are fetched from memory while they run, and the shorter the way the sooner the end.
+#define UCCL_EP_DEVICE_CALL static __device__ __noinline__
 #define UCCL_EP_UNROLL _Pragma("unroll")
 // An entry point: the parameter struct stays in constant memory, and a block sets up its staging first
 // and leaves nothing in flight, whichever way the body returns.
