@@ -163,7 +163,7 @@ UCCL_EP_DEVICE bool wait_signal_of(const Group &group, uint32_t raiser, const Aw
         group.is_local(raiser)
             ? local_signal(group, group.rank, awaited.signal)
             : reinterpret_cast<const uint64_t *>(group.control + group.layout.signal_offset(awaited.signal));
-    return wait_word(group, awaited, address);
+    return wait_at_least(group, awaited, [address] { return device::load_acquire_system(address); });
 }
 
 // Wait for a signal that `awaited.peer` raises for me; called by one thread.
