@@ -30,6 +30,24 @@ UCCL_EP_DEVICE uint8_t float_to_float8(float value) {
     return static_cast<uint8_t>(sign | result);
 }
 
+// The same of several. A backend whose device converts two at a time, to the same bits, says so.
+template <uint32_t kCount>
+UCCL_EP_DEVICE void floats_to_float8(uint8_t *to, const float *from) {
+#ifdef UCCL_EP_DEVICE_FLOAT8_PAIRS
+    if constexpr (kCount % 2 == 0) {
+        UCCL_EP_UNROLL
+        for (uint32_t i = 0; i < kCount; i += 2) {
+            const uint16_t pair = device::floats_to_float8(from[i], from[i + 1]);
+            to[i] = static_cast<uint8_t>(pair);
+            to[i + 1] = static_cast<uint8_t>(pair >> 8);
+        }
+        return;
+    }
+#endif
+    UCCL_EP_UNROLL
+    for (uint32_t i = 0; i < kCount; ++i) to[i] = float_to_float8(from[i]);
+}
+
 // Element types of a payload, with the type in which sums are accumulated.
 struct Bfloat16 {
     static constexpr bool kIsBfloat16 = true;
@@ -103,7 +121,7 @@ class ScalarRun {
     typename Element::Accumulator sums_[kElements];
 };
 
-// A backend whose primitives know a faster form with the same bits names it, one of half its length for sums that keep
+// A backend whose primitives know a faster form with the same bits names it, a shorter one for sums that keep
 // more rows at hand, and a short one for what is left.
 #ifdef UCCL_EP_DEVICE_RUN
 template <class Element>
@@ -250,7 +268,8 @@ class GroupCast {
         }
         const Scale scale = scale_of(device::reduce_max(device::bits_to_float(largest)), power_of_two);
         UCCL_EP_UNROLL
-        for (uint32_t i = 0; i < kMine; ++i) cast_.value[i] = float_to_float8(values_[i] * scale.multiplier);
+        for (uint32_t i = 0; i < kMine; ++i) values_[i] *= scale.multiplier;
+        floats_to_float8<kMine>(cast_.value, values_);
         scale_ = scale.stored;
     }
 

@@ -6,7 +6,7 @@
 
 namespace uccl_ep {
 
-inline constexpr uint32_t kTermsAtOnce = 4;  // rows of a token that are loaded before the first is added
+inline constexpr uint32_t kTermsAtOnce = 3;  // rows of a token that are loaded before the first is added
 
 template <class AnyRun, class Element, class Ready, class Row, class Factor>
 UCCL_EP_DEVICE uint32_t weigh_runs(typename Element::Accumulator *to, uint32_t begin, uint32_t end, uint32_t num_terms,

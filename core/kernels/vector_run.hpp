@@ -113,7 +113,7 @@ class VectorRun {
 template <class Element>
 using LongRun = VectorRun<Element, 4>;
 template <class Element>
-using MiddleRun = VectorRun<Element, 2>;
+using MiddleRun = VectorRun<Element, 3>;  // 12 warps take a row of 7168 in one go
 template <class Element>
 using ShortRun = VectorRun<Element, 1>;
 

@@ -207,6 +207,16 @@ UCCL_EP_DEVICE uint16_t float_to_half(float value) {
     return bits;
 }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+// To e4m3, round to nearest even, saturating, a NaN to 0x7f: the low byte is of `low`.
+#define UCCL_EP_DEVICE_FLOAT8_PAIRS
+UCCL_EP_DEVICE uint16_t floats_to_float8(float low, float high) {
+    uint16_t pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+#endif
+
 // What registers hold, as something else of the same size.
 template <class To, class From>
 UCCL_EP_DEVICE void copy_bits(To &to, const From &from) {
