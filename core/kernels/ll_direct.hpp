@@ -11,9 +11,24 @@ namespace uccl_ep {
 
 UCCL_EP_DEVICE uint64_t *direct_flag(const Group &group, uint32_t owner, DirectFlag flag, uint32_t raiser,
                                      uint32_t block) {
-    return reinterpret_cast<uint64_t *>(group.peer_data[owner] +
-                                        group.layout.direct_flag_offset(flag, raiser, block));
+    return reinterpret_cast<uint64_t *>(group.peer_data[owner] + group.layout.direct_flag_offset(flag, raiser, block));
 }
+
+// The windows of the domain, a lane each, so that a row that is ready to leave need not wait for an address. The whole
+// warp asks for the same one.
+class PeerWindows {
+  public:
+    UCCL_EP_DEVICE explicit PeerWindows(const Group &group) : group_(group) {
+        mine_ = device::lane() < group.num_ranks() ? group.peer_data[device::lane()] : nullptr;
+    }
+    UCCL_EP_DEVICE uint8_t *operator[](uint32_t rank) const {
+        return rank < device::kWarpSize ? device::broadcast(mine_, rank) : group_.peer_data[rank];
+    }
+
+  private:
+    const Group &group_;
+    uint8_t *mine_;
+};
 
 // The picks of one token, a lane each; those beyond the lanes are read when they are asked for. The whole warp.
 class TokenPicks {
@@ -115,7 +130,8 @@ template <class Send>
 UCCL_EP_DEVICE void for_each_head_of_block(const Group &group, Send send) {
     const uint32_t ranks = group.num_ranks(), blocks = device::num_blocks();
     if (device::warp_in_block() != device::warps_per_block() - 1) return;
-    for (uint32_t i = blocks - 1 - device::block_index(); i + 1 < ranks; i += blocks) send((group.rank + 1 + i) % ranks);
+    for (uint32_t i = blocks - 1 - device::block_index(); i + 1 < ranks; i += blocks)
+        send((group.rank + 1 + i) % ranks);
 }
 
 // Tell block b of every other rank; what this block wrote before comes first. The whole block.

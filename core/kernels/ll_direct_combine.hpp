@@ -15,9 +15,9 @@ UCCL_EP_DEVICE uint8_t *direct_combine_inbox(const Group &group, uint32_t owner,
 // Tell a peer this rank's weights. The whole warp.
 UCCL_EP_DEVICE void direct_send_weights(const LowLatencyCombineParameters &p, uint32_t peer, uint64_t number) {
     const Group &group = p.group;
-    auto *weights = reinterpret_cast<float *>(
-        direct_combine_inbox(group, peer, number) +
-        group.rank * DirectCombineInbox::of(p.shape, group.num_ranks()).weights_bytes);
+    auto *weights =
+        reinterpret_cast<float *>(direct_combine_inbox(group, peer, number) +
+                                  group.rank * DirectCombineInbox::of(p.shape, group.num_ranks()).weights_bytes);
     constexpr uint32_t kAtOnce = 16;  // loads in flight
     const uint32_t entries = p.num_tokens * p.shape.num_topk;
     bool has_room = false;
@@ -62,6 +62,7 @@ UCCL_EP_DEVICE bool direct_sum_rows(const LowLatencyCombineParameters &p, uint32
     const DirectCombineInbox at = DirectCombineInbox::of(shape, group.num_ranks());
     const int32_t *picks = p.picks + (uint64_t{source} * shape.max_tokens + token) * (topk + 1);
     const auto place = static_cast<uint32_t>(picks[topk]);
+    uint8_t *window = group.peer_data[source];  // now: a sum that is ready should not wait for it
     // Calls `keep(term, k)` where pick k was made here. The whole warp, as a lane each.
     const auto for_each_term = [&](auto keep) {
         uint32_t num_terms = 0;
@@ -93,16 +94,16 @@ UCCL_EP_DEVICE bool direct_sum_rows(const LowLatencyCombineParameters &p, uint32
             }
             ok = device::ballot(!ok) == 0;
             if (!ok) return false;
-            weights = reinterpret_cast<const float *>(direct_combine_inbox(group, group.rank, number) +
+            weights = reinterpret_cast<const float *>(group.data +
+                                                      group.layout.ll_combine_inbox(static_cast<uint32_t>(number & 1)) +
                                                       source * at.weights_bytes);
         }
-        for_each_term([&](WeightedRow *term, uint32_t k, int32_t) {
-            term->weight = weights[uint64_t{token} * topk + k];
-        });
+        for_each_term(
+            [&](WeightedRow *term, uint32_t k, int32_t) { term->weight = weights[uint64_t{token} * topk + k]; });
         device::sync_lanes();
         return true;
     };
-    uint8_t *to = direct_combine_inbox(group, source, number) + at.sums +
+    uint8_t *to = window + group.layout.ll_combine_inbox(static_cast<uint32_t>(number & 1)) + at.sums +
                   (uint64_t{token} * at.places + place) * at.sum_bytes;
     with_element(shape.payload_type, [&](auto element) {
         weigh_rows<decltype(element)>(
@@ -156,7 +157,7 @@ UCCL_EP_DEVICE void direct_combine_receive(const LowLatencyCombineParameters &p)
     uint64_t *received = Counters::direct(group, LowLatencyHalf::kCombineReceive, block);
     const uint64_t number = *received + 1;
     const DirectCombineInbox at = DirectCombineInbox::of(shape, ranks);
-    const uint8_t *sums = direct_combine_inbox(group, group.rank, number) + at.sums;
+    const uint8_t *sums = group.data + group.layout.ll_combine_inbox(static_cast<uint32_t>(number & 1)) + at.sums;
     uint32_t elements;
     const uint32_t pieces = sum_pieces(shape, &elements);
     bool ok = !aborted(group);

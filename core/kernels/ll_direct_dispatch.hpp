@@ -54,14 +54,14 @@ UCCL_EP_DEVICE void direct_send_picks(const LowLatencyDispatchParameters &p, uin
 
 // Write a token to the ranks that it goes to, once `ready()`. The whole block.
 template <class Ready>
-UCCL_EP_DEVICE void direct_write_token(const LowLatencyDispatchParameters &p, uint32_t token, uint32_t parity,
-                                       Ready ready) {
+UCCL_EP_DEVICE void direct_write_token(const LowLatencyDispatchParameters &p, const PeerWindows &windows,
+                                       uint32_t token, uint32_t parity, Ready ready) {
     const Group &group = p.group;
     const LowLatencyShape &shape = p.shape;
     const uint32_t local_experts = shape.num_experts / group.num_ranks();
     const DirectDispatchInbox at = DirectDispatchInbox::of(shape);
     const auto inbox_of = [&](uint32_t rank) {
-        return group.peer_data[rank] + group.layout.ll_dispatch_inbox(parity, group.rank);
+        return windows[rank] + group.layout.ll_dispatch_inbox(parity, group.rank);
     };
     const TokenPicks pick(p.topk_idx, p.index_bytes, shape.num_topk, token);
     const uint64_t row = uint64_t{token} * shape.row_bytes;
@@ -90,6 +90,7 @@ UCCL_EP_DEVICE void direct_dispatch_send(const LowLatencyDispatchParameters &p) 
     uint64_t *sent = Counters::direct(group, LowLatencyHalf::kDispatchSend, block);
     const uint64_t number = *sent + 1;
     for_each_head_of_block(group, [&](uint32_t peer) { direct_send_picks(p, peer, number); });
+    const PeerWindows windows(group);
     bool asked = false, ok = false;
     const auto ready = [&] {
         if (!asked) {
@@ -100,7 +101,7 @@ UCCL_EP_DEVICE void direct_dispatch_send(const LowLatencyDispatchParameters &p) 
         return ok;
     };
     for (uint32_t token = block; token < p.num_tokens; token += blocks)
-        direct_write_token(p, token, static_cast<uint32_t>(number & 1), ready);
+        direct_write_token(p, windows, token, static_cast<uint32_t>(number & 1), ready);
     direct_raise(group, DirectFlag::kDispatchRows, number);
     if (device::warp_in_block() == 0 && device::lane() == 0) *sent = number;
 }
@@ -189,10 +190,11 @@ UCCL_EP_DEVICE void direct_find_places(const LowLatencyDispatchParameters &p, co
             const int32_t local = row[k] - first_expert;
             const bool here = local >= 0 && local < static_cast<int32_t>(local_experts);
             const uint32_t place = here ? count_picks(placing.picks, 0, begin + token * topk + k, row[k]) : 0;
+            const bool fits = here && place < rows_per_expert;  // else the count of that expert is refused below
             if (device::lane() == 0) {
                 placing.place[source * topk + k] =
-                    here ? static_cast<uint64_t>(static_cast<uint32_t>(local)) << 32 | place : DirectPlacing::kNowhere;
-                out[k] = here ? static_cast<int32_t>(static_cast<uint64_t>(local) * rows_per_expert + place) : -1;
+                    fits ? static_cast<uint64_t>(static_cast<uint32_t>(local)) << 32 | place : DirectPlacing::kNowhere;
+                out[k] = fits ? static_cast<int32_t>(static_cast<uint64_t>(local) * rows_per_expert + place) : -1;
             }
             continue;
         }
@@ -200,10 +202,14 @@ UCCL_EP_DEVICE void direct_find_places(const LowLatencyDispatchParameters &p, co
         uint32_t begin = 0, sum = 0;
         for (uint32_t source = 0; source < ranks; ++source) {
             const uint32_t end = begin + placing.tokens[source] * topk;
-            const uint32_t rows =
-                count_picks(placing.picks, begin, end, static_cast<int16_t>(first_expert + static_cast<int32_t>(expert)));
+            const uint32_t rows = count_picks(placing.picks, begin, end,
+                                              static_cast<int16_t>(first_expert + static_cast<int32_t>(expert)));
             if (device::lane() == 0 && p.layout_range != nullptr)
                 p.layout_range[expert * ranks + source] = static_cast<int64_t>(sum) << 32 | rows;
+            if (device::lane() == 0 && rows > p.shape.max_tokens) {  // a token names it more than once
+                fail_difference(group, Phase::kLowLatencyDispatchReceive, source, Difference::kExpertRows, rows,
+                                p.shape.max_tokens);
+            }
             begin = end;
             sum += rows;
         }
@@ -230,8 +236,7 @@ UCCL_EP_DEVICE void direct_expand_row(const LowLatencyDispatchParameters &p, con
         const uint32_t k = base + device::lane();
         const uint64_t to = k < shape.num_topk ? place[k] : DirectPlacing::kNowhere;
         const device::LaneMask here = device::ballot(to != DirectPlacing::kNowhere);
-        if (to != DirectPlacing::kNowhere)
-            list[outputs + device::population_count(here & device::lanes_below())] = to;
+        if (to != DirectPlacing::kNowhere) list[outputs + device::population_count(here & device::lanes_below())] = to;
         outputs += device::population_count(here);
     }
     device::sync_lanes();
@@ -242,8 +247,8 @@ UCCL_EP_DEVICE void direct_expand_row(const LowLatencyDispatchParameters &p, con
     }
     const uint64_t row = uint64_t{token} * shape.row_bytes;
     ll_copy_payload_out(p, list, outputs,
-                        source == group.rank && p.own_in_place != 0 ? p.x + row : inbox + at.payload + row, token, piece,
-                        pieces);
+                        source == group.rank && p.own_in_place != 0 ? p.x + row : inbox + at.payload + row, token,
+                        piece, pieces);
 }
 
 // Whether any pick of the token at hand of a source belongs here.
@@ -264,8 +269,7 @@ UCCL_EP_DEVICE void direct_dispatch_receive(const LowLatencyDispatchParameters &
     uint64_t *received = Counters::direct(group, LowLatencyHalf::kDispatchReceive, block);
     const uint64_t number = *received + 1;
     const uint32_t parity = static_cast<uint32_t>(number & 1);
-    const DirectPlacing placing =
-        DirectPlacing::in(device::shared_memory(), ranks, warps, topk);
+    const DirectPlacing placing = DirectPlacing::in(device::shared_memory(), ranks, warps, topk);
     const auto timed = [&](uint32_t source, auto wait) {
         const bool counts = p.wait_cost != nullptr && block == 0;
         const uint64_t start = counts ? device::now_ns() : 0;
@@ -283,10 +287,13 @@ UCCL_EP_DEVICE void direct_dispatch_receive(const LowLatencyDispatchParameters &
         } else {
             const auto *header =
                 reinterpret_cast<const MessageHeader *>(group.data + group.layout.ll_dispatch_inbox(parity, source));
-            ok = ok && timed(source, [&] {
-                return wait_flag(group, kPhase, DirectFlag::kDispatchRows, SignalKind::kLowLatencyDispatch, source,
-                                 kDirectHead, number);
-            }) && ll_check(p, *header, source, number, LowLatencyPath::kDirect);
+            ok = ok &&
+                 timed(source,
+                       [&] {
+                           return wait_flag(group, kPhase, DirectFlag::kDispatchRows, SignalKind::kLowLatencyDispatch,
+                                            source, kDirectHead, number);
+                       }) &&
+                 ll_check(p, *header, source, number, LowLatencyPath::kDirect);
             tokens = ok ? header->rows : 0;
         }
         placing.tokens[source] = tokens;
@@ -296,7 +303,8 @@ UCCL_EP_DEVICE void direct_dispatch_receive(const LowLatencyDispatchParameters &
     const uint64_t wanted = align_up((shape.row_bytes + warps - 1) / warps, 512);
     const uint32_t pieces = static_cast<uint32_t>((shape.row_bytes + wanted - 1) / wanted);
     const uint32_t units = pieces + (shape.scale_bytes != 0 ? 1 : 0);
-    for (uint32_t token = block, round = 0; token < shape.max_tokens || round == 0; token += device::num_blocks(), ++round) {
+    for (uint32_t token = block, round = 0; token < shape.max_tokens || round == 0;
+         token += device::num_blocks(), ++round) {
         device::sync_block();  // picks are there, and places of the round before have been read
         direct_find_places(p, placing, token, round == 0);
         device::sync_block();
@@ -306,9 +314,9 @@ UCCL_EP_DEVICE void direct_dispatch_receive(const LowLatencyDispatchParameters &
             const uint32_t source = (group.rank + i) % ranks;
             if (device::lane() != 0 || !direct_has_row(placing, topk, source)) continue;
             ok = ok && timed(source, [&] {
-                return wait_flag(group, kPhase, DirectFlag::kDispatchRows, SignalKind::kLowLatencyDispatch, source,
-                                 block, number);
-            });
+                     return wait_flag(group, kPhase, DirectFlag::kDispatchRows, SignalKind::kLowLatencyDispatch, source,
+                                      block, number);
+                 });
         }
         if (!device::sync_block_all(ok)) return;
         for (uint32_t item = warp; item < (ranks - 1) * units; item += warps) {
