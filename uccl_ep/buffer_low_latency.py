@@ -132,8 +132,9 @@ class LowLatencyCalls(GroupBuffer):
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
         """Bring expert outputs home and sum them with their weights.
 
-        Multiplies and adds in float32 in increasing k, and rounds once. All ranks combine the same dispatches in the
-        same order; rows carry no more than themselves, so that is not checked.
+        Multiplies and adds in float32 (float64 for float64), in the order that ``handle.rounding`` names, and rounds
+        once. All ranks combine the same dispatches in the same order; rows carry no more than themselves, so that is
+        not checked.
 
         Args:
             x: [L, num_ranks * max, hidden] expert outputs, rows as received, of the dtype of dispatch's x.
