@@ -42,9 +42,7 @@ class DirectPath:
         ranks, backend = communicator.num_ranks, communicator.backend
         picks = ranks * shape.max_tokens * shape.num_topk
         accumulator_bytes = 8 if shape.payload_type == PayloadType.FLOAT64 else 4
-        sums = kernels.direct_combine_bytes(
-            ranks, shape.max_tokens, shape.hidden, accumulator_bytes, shape.num_topk
-        )
+        sums = kernels.direct_combine_bytes(ranks, shape.max_tokens, shape.hidden, accumulator_bytes, shape.num_topk)
         shared = max(self.placing_bytes(), self.terms_bytes())
         if communicator.layout.has_remote:
             return "a rank is reached through a transport"
