@@ -244,9 +244,8 @@ def low_latency(
         mine = as_payload(q, s, payload)
     for k in range(topk):
         terms[:, k] = ll_expert(mine, ids[:, k])
-    check_equal(
-        "combined_x", combined, reference.ll_combine_terms(terms, ids, inputs.weights[rank], handle.rounding, local)
-    )
+    summed = reference.ll_combine_terms(terms, ids, inputs.weights[rank], handle.rounding, local)
+    check_equal("combined_x", combined, summed)
     if target is not None:
         check_equal("place of combined_x (out was given)", combined.data_ptr(), target.data_ptr())
 

@@ -16,6 +16,7 @@ from uccl_ep.low_latency.path import DIRECT_PICKS
 from uccl_ep_core.errors import PeerFailure
 
 FEW, TOPK = 40, 4
+DIRECTLY = {"UCCL_EP_LOW_LATENCY_PATH": "direct"}
 
 
 def many(num_ranks: int) -> int:
@@ -54,22 +55,63 @@ def back_and_forth(ctx: Context, sequence: str, together: bool) -> list[str]:
 def test_back_and_forth(pool: RankPool, together: bool) -> None:
     sequence = "ffmmfmmffmmf"
     for roundings in pool.run(
-        back_and_forth, ranks=3, arguments={"sequence": sequence, "together": together}, timeout_s=120
+        back_and_forth, ranks=3, options=DIRECTLY, arguments={"sequence": sequence, "together": together}, timeout_s=120
     ):
         names = {"f": "by rank", "m": "increasing k"}
         assert roundings == ([names[kind] for kind in sequence] if together else [])
 
 
-@pytest.mark.parametrize("hook", [False, True])
-@pytest.mark.parametrize("cast", ["none", "ue8m0"])
-def test_packed_within_a_domain(pool: RankPool, cast: str, hook: bool) -> None:
+CASES = [  # hidden, top-k, experts, tokens, routing, index, cast, hook, zero-copy, dtype
+    (64, 2, 12, "even", "random", "int64", "none", True, False, "bf16"),
+    (100, 4, 36, "rotate", "holes", "int32", "none", False, True, "fp16"),
+    (2880, 4, 36, "first", "random", "int64", "fp8", False, False, "bf16"),
+    (65, 1, 6, "zero", "one_expert", "int64", "none", True, False, "fp32"),
+    (7168, 8, 36, "idle", "skewed", "int32", "ue8m0", True, True, "bf16"),
+    (1000, 10, 36, "even", "starved", "int64", "round", False, False, "fp32"),
+    (130, 12, 36, "rotate", "one_rank", "int64", "none", True, False, "fp64"),
+    (128, 8, 36, "even", "nothing", "int64", "fp8", False, True, "bf16"),
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize("path", ["direct", "packed"])
+def test_both_are_exact(pool: RankPool, path: str, case: int, ranks: int) -> None:
+    hidden, topk, experts, tokens, routing, index, cast, hook, zero_copy, dtype = CASES[case]
     pool.run(
-        "cases:low_latency", ranks=3, options={"UCCL_EP_LOW_LATENCY_PATH": "packed"},
-        arguments={"tokens": [20, 0, 32], "most": 32, "cast": cast, "hook": hook, "routing": "holes"},
+        "cases:low_latency", ranks=ranks, options={"UCCL_EP_LOW_LATENCY_PATH": path},
+        arguments={"hidden": hidden, "topk": topk, "experts": experts * ranks,
+                   "tokens": closed_form.token_counts(tokens, ranks, case, most=48), "most": 48, "routing": routing,
+                   "index": index, "cast": cast, "hook": hook, "zero_copy": zero_copy, "dtype": dtype, "seed": case},
     )  # fmt: skip
 
 
-def packed_counts(ctx: Context) -> dict[str, int]:
+@pytest.mark.parametrize("seed", [5, 6])
+def test_many_pairs_without_a_barrier(pool: RankPool, seed: int) -> None:
+    pool.run(
+        "stream_cases:stress", ranks=3, options=DIRECTLY,
+        arguments={"pairs": 150, "mode": "low_latency", "seed": seed, "longest_ms": 1.0}, timeout_s=120,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("when", ["before", "inside", "after"])
+def test_a_killed_rank_is_named(pool: RankPool, when: str) -> None:
+    reports = pool.run(
+        "death_cases:one_rank_dies", ranks=3, options={**DIRECTLY, "UCCL_EP_TIMEOUT_S": "4"}, may_die=(1,),
+        arguments={"who": 1, "when": when, "mode": "low_latency"},
+    )  # fmt: skip
+    assert {report["rank"] for report in reports if report is not None} == {1}
+
+
+def test_a_rank_that_does_not_come_is_named(pool: RankPool) -> None:
+    reports = pool.run(
+        "death_cases:too_late_rank", ranks=3, options={**DIRECTLY, "UCCL_EP_TIMEOUT_S": "1.5"},
+        arguments={"who": 1, "mode": "low_latency"},
+    )  # fmt: skip
+    assert {report["rank"] for report in reports} == {1}
+
+
+def launch_counts(ctx: Context) -> dict[str, int]:
     buffer = ctx.new_buffer()
     cases.low_latency(ctx, tokens=[5] * ctx.num_ranks, most=8, buffer=buffer)
     launches: dict[str, int] = buffer._communicator.stats()["launches"]
@@ -78,10 +120,10 @@ def packed_counts(ctx: Context) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("domain", "options", "direct"), [
-    (0, {}, True), (0, {"UCCL_EP_LOW_LATENCY_PATH": "packed"}, False), (1, {}, False),
+    (0, DIRECTLY, True), (0, {"UCCL_EP_LOW_LATENCY_PATH": "packed"}, False), (1, DIRECTLY, False),
 ])  # fmt: skip
 def test_which_one(pool: RankPool, domain: int, options: dict[str, str], direct: bool) -> None:
-    for launches in pool.run(packed_counts, ranks=2, domain=domain, options=options):
+    for launches in pool.run(launch_counts, ranks=2, domain=domain, options=options):
         assert any("direct" in name for name in launches) == direct, launches
         assert any(name.startswith("uccl_ep_ll_dispatch") for name in launches) != direct, launches
 
@@ -102,5 +144,5 @@ def different_ways(ctx: Context) -> tuple[int, str]:
 
 
 def test_ranks_that_go_different_ways_raise(pool: RankPool) -> None:
-    reports = pool.run(different_ways, ranks=3, options={"UCCL_EP_TIMEOUT_S": "2"})
+    reports = pool.run(different_ways, ranks=3, options={**DIRECTLY, "UCCL_EP_TIMEOUT_S": "2"})
     assert len({culprit for culprit, _ in reports}) == 1, reports

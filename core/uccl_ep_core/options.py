@@ -140,8 +140,8 @@ class General:
     )
     low_latency_path: str = _option(
         "auto",
-        "how low-latency rows travel; auto: directly to their places where all ranks are one domain, else packed",
-        choices=("auto", "packed"),
+        "how low-latency rows travel within one domain; auto: directly to their places on GPUs, packed on CPUs",
+        choices=("auto", "direct", "packed"),
     )
     max_inflight_bytes_per_peer: int = _option(
         0, "bytes in flight towards one peer at most; 0: no limit but the transport's", minimum=0

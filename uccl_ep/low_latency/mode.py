@@ -164,8 +164,8 @@ class LowLatency:
         return returning.out, hook
 
     def _change_path(self, kind: str, path: str) -> None:
-        """Both paths use the same inboxes, and count apart: before the other one is taken, all that was sent is taken in
-        by every rank."""
+        """Take in all that was sent, on every rank, before the other path is taken: both use the same inboxes, and
+        count apart."""
         if self._paths.get(kind, path) != path:
             self._receive_halves.run_all()
             self._communicator.launch("uccl_ep_barrier", BarrierParameters(group=self._communicator.group_struct()))

@@ -10,7 +10,7 @@ from ..communicator import Communicator
 PACKED, DIRECT = "packed", "direct"
 
 DIRECT_PICKS = 16384
-"""Most picks of all ranks on the direct path: each block reads them all, and looks through them once a pick of its own."""
+"""Most picks of all ranks on the direct path: each block reads them all, and looks through them for each of its own."""
 MOST_DIRECT_EXPERTS = 32767
 """A block keeps picks as int16."""
 
@@ -62,6 +62,8 @@ class DirectPath:
 def choose(communicator: Communicator, shape: LowLatencyShape, masked: bool) -> str:
     """The path of a dispatch of this shape, and of its combine."""
     wanted = communicator.general.low_latency_path
+    if wanted == "auto":  # a lone lane moves fewer bytes and looks through fewer picks when it packs
+        wanted = DIRECT if communicator.backend.limits.warp_size > 1 else PACKED
     if wanted == PACKED or DirectPath(communicator, shape).hindrance(masked) is not None:
         return PACKED
     return DIRECT

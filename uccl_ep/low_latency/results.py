@@ -29,8 +29,8 @@ class LowLatencyHandle(tuple[Any, ...]):
 
     @property
     def rounding(self) -> str:
-        """In which order a combine adds up: ``"increasing k"``; or ``"by rank"``: each rank's rows in increasing k, then
-        those sums in the order of ranks. Both in float32 (float64 for float64), rounded once."""
+        """In which order a combine adds up: ``"increasing k"``; or ``"by rank"``: each rank's rows in increasing k,
+        then those sums in the order of ranks. Both in float32 (float64 for float64), rounded once."""
         return "by rank" if self.state.path == DIRECT else "increasing k"
 
     @classmethod
