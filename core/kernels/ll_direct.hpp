@@ -34,7 +34,7 @@ class PeerWindows {
 class TokenPicks {
   public:
     UCCL_EP_DEVICE TokenPicks(const void *topk_idx, uint32_t index_bytes, uint32_t topk, uint32_t token)
-        : topk_idx_(topk_idx), first_(uint64_t{token} * topk), index_bytes_(index_bytes), topk_(topk) {
+        : topk_idx_(topk_idx), first_(uint64_t{token} * topk), index_bytes_(index_bytes) {
         mine_ = device::lane() < topk ? load(device::lane()) : -1;
     }
     // `k` is below the top-k, and may differ between lanes where it is their own.
@@ -47,7 +47,7 @@ class TokenPicks {
 
     const void *topk_idx_;
     uint64_t first_;
-    uint32_t index_bytes_, topk_;
+    uint32_t index_bytes_;
     int32_t mine_;
 };
 
@@ -77,7 +77,8 @@ UCCL_EP_DEVICE void for_each_rank_of(Pick pick, uint32_t topk, uint32_t local_ex
 UCCL_EP_DEVICE bool wait_flag(const Group &group, Phase phase, DirectFlag flag, SignalKind named, uint32_t peer,
                               uint32_t block, uint64_t number) {
     const uint64_t *word = direct_flag(group, group.rank, flag, peer, block);
-    return wait_word(group, {phase, peer, group.layout.signal_index(named, peer, 0), number}, word);
+    return wait_at_least(group, {phase, peer, group.layout.signal_index(named, peer, 0), number},
+                         [word] { return device::load_acquire_system(word); });
 }
 
 // Wait until block b of every other rank has read what this block, b, wrote for it two operations ago. Also ends at an

@@ -30,14 +30,14 @@ UCCL_EP_DEVICE uint8_t float_to_float8(float value) {
     return static_cast<uint8_t>(sign | result);
 }
 
-// The same of several. A backend whose device converts two at a time, to the same bits, says so.
+// The same of several. A backend whose device converts two at a time, to the same bits, names it.
 template <uint32_t kCount>
 UCCL_EP_DEVICE void floats_to_float8(uint8_t *to, const float *from) {
-#ifdef UCCL_EP_DEVICE_FLOAT8_PAIRS
+#ifdef UCCL_EP_DEVICE_FLOAT8_PAIR
     if constexpr (kCount % 2 == 0) {
         UCCL_EP_UNROLL
         for (uint32_t i = 0; i < kCount; i += 2) {
-            const uint16_t pair = device::floats_to_float8(from[i], from[i + 1]);
+            const uint16_t pair = UCCL_EP_DEVICE_FLOAT8_PAIR(from[i], from[i + 1]);
             to[i] = static_cast<uint8_t>(pair);
             to[i + 1] = static_cast<uint8_t>(pair >> 8);
         }

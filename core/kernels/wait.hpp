@@ -137,21 +137,6 @@ UCCL_EP_DEVICE bool wait_at_least(const Group &group, const Awaited &awaited, Re
     return true;
 }
 
-// The rest of a wait for a word that was too small at a first look. A call: see UCCL_EP_DEVICE_CALL.
-UCCL_EP_DEVICE_CALL bool wait_word_longer(const Group &group, Awaited awaited, const uint64_t *word) {
-    WaitLimit limit(group, awaited);
-    for (;;) {
-        const uint64_t seen = device::load_acquire_system(word);
-        if (seen >= awaited.expected) return true;
-        if (!limit.keep_waiting(seen)) return false;
-    }
-}
-
-// Wait until a word is at least `awaited.expected`; called by one thread. False: see keep_waiting.
-UCCL_EP_DEVICE bool wait_word(const Group &group, const Awaited &awaited, const uint64_t *word) {
-    return device::load_acquire_system(word) >= awaited.expected || wait_word_longer(group, awaited, word);
-}
-
 // Where a rank of my domain (or this one) keeps a signal that a rank of the domain raises.
 UCCL_EP_DEVICE uint64_t *local_signal(const Group &group, uint32_t owner, uint32_t index) {
     return reinterpret_cast<uint64_t *>(group.peer_data[owner] + group.layout.local_signal_offset(index));

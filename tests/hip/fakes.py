@@ -158,7 +158,8 @@ def encode(value: Any) -> bytes:
         return (bytes([0xA0 | len(data)]) if len(data) < 32 else b"\xd9" + bytes([len(data)])) + data
     if isinstance(value, dict):
         return bytes([0x80 | len(value)]) + b"".join(encode(k) + encode(v) for k, v in value.items())
-    return bytes([0x90 | len(value)]) + b"".join(map(encode, value))
+    head = bytes([0x90 | len(value)]) if len(value) < 16 else b"\xdc" + struct.pack(">H", len(value))
+    return head + b"".join(map(encode, value))
 
 
 class Fake:

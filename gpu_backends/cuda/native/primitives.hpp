@@ -8,8 +8,6 @@
 #define UCCL_EP_MAX_THREADS 384
 
 #define UCCL_EP_DEVICE __device__ __forceinline__
-// For what seldom runs: kernels are fetched from memory while they run, and the shorter the way the sooner the end.
-#define UCCL_EP_DEVICE_CALL static __device__ __noinline__
 #define UCCL_EP_UNROLL _Pragma("unroll")
 // An entry point: the parameter struct stays in constant memory, and a block sets up its staging first
 // and leaves nothing in flight, whichever way the body returns.
@@ -209,7 +207,7 @@ UCCL_EP_DEVICE uint16_t float_to_half(float value) {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 // To e4m3, round to nearest even, saturating, a NaN to 0x7f: the low byte is of `low`.
-#define UCCL_EP_DEVICE_FLOAT8_PAIRS
+#define UCCL_EP_DEVICE_FLOAT8_PAIR ::uccl_ep::device::floats_to_float8
 UCCL_EP_DEVICE uint16_t floats_to_float8(float low, float high) {
     uint16_t pair;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));

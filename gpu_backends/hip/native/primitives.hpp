@@ -16,8 +16,6 @@
 #define UCCL_EP_HIP_SHARED __attribute__((shared))
 // Also for the CPU side, which is never compiled, because functions there call shared ones.
 #define UCCL_EP_DEVICE __attribute__((host)) UCCL_EP_HIP_DEVICE inline __attribute__((always_inline))
-// For what seldom runs: kernels are fetched from memory while they run, and the shorter the way the sooner the end.
-#define UCCL_EP_DEVICE_CALL static __device__ __attribute__((noinline))
 #define UCCL_EP_UNROLL _Pragma("unroll")
 // An entry point. The parameters are read where the launch put them: through a reference to a by-value
 // argument each thread would copy them to its stack first.

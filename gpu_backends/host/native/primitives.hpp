@@ -15,8 +15,6 @@
 #include "stream_copy.hpp"
 
 #define UCCL_EP_DEVICE inline
-// For what seldom runs, and is not to be part of what often does.
-#define UCCL_EP_DEVICE_CALL [[gnu::noinline]] static
 // Before a loop of a few constant rounds whose loads should be in flight together.
 #define UCCL_EP_UNROLL
 // An entry point: a kernel takes one parameter struct.
