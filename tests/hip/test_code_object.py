@@ -26,7 +26,8 @@ def test_a_kernel_of_two_arguments_is_refused(files: FakeFiles) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [0, 127, 300, "short", "x" * 40, [1, [2, "three"]], {"a": {"b": [True, False]}}, list(range(15)), list(range(20))]
+    "value",
+    [0, 127, 300, "short", "x" * 40, [1, [2, "three"]], {"a": {"b": [True, False]}}, list(range(15)), list(range(20))],
 )
 def test_values_decode_as_they_were_encoded(value: object) -> None:
     data = encode(value)
