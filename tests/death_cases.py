@@ -9,13 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import cases
 import closed_form
 from fault_cases import finish, start
 from life_cases import same_as_before
 from ranks import Context
-from uccl_ep_core.errors import PeerFailure
+from uccl_ep_core.errors import EPError, PeerFailure
 
 
 def failure_of(call: Callable[[], Any]) -> dict[str, Any]:
@@ -66,8 +67,13 @@ def one_rank_dies(ctx: Context, who: int, when: str, mode: str) -> dict[str, Any
 
 
 def killed_inside_a_long_dispatch(ctx: Context, who: int, rows: int) -> dict[str, Any] | None:
-    """One dispatch of so many rows that the kill lands in the middle of it."""
+    """One dispatch of so many rows that the kill lands in the middle of it.
+
+    The survivors' errors are returned, with what `destroy` raised ("" where it raised nothing) and everybody's pid.
+    """
     buffer = ctx.new_buffer()
+    pids: list[Any] = [None] * ctx.num_ranks
+    dist.all_gather_object(pids, os.getpid(), group=ctx.group)
     experts = closed_form.few_experts(ctx.num_ranks)
     x = closed_form.rows(rows, 4096, rank=ctx.rank, seed=1, dtype=torch.bfloat16)
     ids = closed_form.topk_idx("random", rows, 4, experts, ctx.num_ranks, rank=ctx.rank, seed=1)
@@ -82,8 +88,11 @@ def killed_inside_a_long_dispatch(ctx: Context, who: int, rows: int) -> dict[str
             buffer.dispatch(x, topk_idx=ids, num_tokens_per_rank=layout[0], is_token_in_rank=layout[3],
                             num_tokens_per_expert=layout[2])  # fmt: skip
 
-    report = failure_of(forever)
-    buffer.destroy()
+    report = {**failure_of(forever), "pids": pids, "destroy": ""}
+    try:
+        buffer.destroy()
+    except EPError as error:
+        report["destroy"] = str(error)
     return report
 
 
