@@ -35,7 +35,7 @@ class LookAway {
         }
         const uint64_t time = now();
         if (time - since_ >= kSpanNs) {
-            stream_ = seen_ >= kStream && time - since_ < 2 * kSpanNs;
+            stream_ = seen_ * kSpanNs >= kStream * (time - since_);  // a span is longer while this thread looks away
             since_ = time;
             seen_ = 0;
         }
@@ -54,7 +54,7 @@ class LookAway {
     uint64_t until_ = 0;  // 0: look at once
     uint64_t since_ = 0;  // when the span began
     uint64_t seen_ = 0;  // commands in it
-    bool stream_ = false;  // the span before held kStream commands
+    bool stream_ = false;  // the span before held kStream commands for each kSpanNs
 };
 
 }  // namespace uccl_ep
