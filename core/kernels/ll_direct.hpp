@@ -95,6 +95,7 @@ UCCL_EP_DEVICE bool direct_wait_room(const Group &group, Phase phase, DirectFlag
                                  number > 2 ? number - 2 : 0);
         }
     }
+    device::sync_lanes();  // what each lane has seen is there for all: a ballot orders no memory
     return device::ballot(!ok) == 0;
 }
 
@@ -122,6 +123,7 @@ UCCL_EP_DEVICE bool direct_wait_head_room(const Group &group, Phase phase, Direc
         }
     }
     device::fence_system();
+    device::sync_lanes();
     return device::ballot(!ok) == 0;
 }
 

@@ -94,6 +94,7 @@ UCCL_EP_DEVICE bool direct_sum_rows(const LowLatencyCombineParameters &p, uint32
             }
             ok = device::ballot(!ok) == 0;
             if (!ok) return false;
+            device::sync_lanes();  // a ballot orders no memory
             weights = reinterpret_cast<const float *>(group.data +
                                                       group.layout.ll_combine_inbox(static_cast<uint32_t>(number & 1)) +
                                                       source * at.weights_bytes);
@@ -174,6 +175,7 @@ UCCL_EP_DEVICE void direct_combine_receive(const LowLatencyCombineParameters &p)
             if (timed) p.wait_cost[source] += static_cast<int64_t>(device::now_ns() - start);
         });
         if (device::ballot(!ok) != 0) break;
+        device::sync_lanes();  // what one lane has seen is there for all: a ballot orders no memory
         for (uint32_t piece = warp; piece < pieces; piece += warps) {
             const uint32_t begin = piece * elements;
             with_element(shape.payload_type, [&](auto element) {
