@@ -8,13 +8,13 @@ import torch
 
 from uccl_ep_core._native import kernels
 from uccl_ep_core.errors import HandleError
-from uccl_ep_core.kernel_parameters import BarrierParameters, Quantization
+from uccl_ep_core.kernel_parameters import Quantization
 
 from ..communicator import Communicator
 from .combining import Returning, combine_parameters
 from .dispatching import Incoming, Outgoing, dispatch_parameters, new_state
 from .grid import dispatch_grid
-from .path import DIRECT, DirectPath, choose
+from .path import DIRECT, PACKED, DirectPath, choose
 from .receive_halves import ReceiveHalves
 from .results import LIVE_RESULTS, HandleState, LowLatencyHandle, Results
 
@@ -73,13 +73,13 @@ class LowLatency:
         )
         self._receive_halves.check_room("dispatch")
         num_tokens, num_topk = outgoing.topk_idx.shape
-        path = choose(communicator, outgoing.shape, masked=self.mask is not None)
-        num_chunks, kernel = 0, f"uccl_ep_ll_{'direct_' if path == DIRECT else ''}dispatch"
-        if path == DIRECT:
-            direct = DirectPath(communicator, outgoing.shape)
+        direct = choose(communicator, outgoing.shape, masked=self.mask is not None)
+        if direct is not None:
+            path, kernel, num_chunks = DIRECT, "uccl_ep_ll_direct_dispatch", 0
             grid, send_bytes = direct.grid, direct.placing_bytes()
             receive_bytes = send_bytes
         else:
+            path, kernel = PACKED, "uccl_ep_ll_dispatch"
             grid, num_chunks, send_bytes = dispatch_grid(communicator, num_tokens, num_topk, num_experts)
             receive_bytes = kernels.low_latency_arrivals_bytes(num_experts, num_ranks, grid["warps"], num_topk)
         generation = self._generation + 1
@@ -168,7 +168,7 @@ class LowLatency:
         count apart."""
         if self._paths.get(kind, path) != path:
             self._receive_halves.run_all()
-            self._communicator.launch("uccl_ep_barrier", BarrierParameters(group=self._communicator.group_struct()))
+            self._communicator.barrier()
         self._paths[kind] = path
 
     def combine_buffer(self, handle: object) -> torch.Tensor:

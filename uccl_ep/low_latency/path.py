@@ -44,6 +44,8 @@ class DirectPath:
         accumulator_bytes = 8 if shape.payload_type == PayloadType.FLOAT64 else 4
         sums = kernels.direct_combine_bytes(ranks, shape.max_tokens, shape.hidden, accumulator_bytes, shape.num_topk)
         shared = max(self.placing_bytes(), self.terms_bytes())
+        # The inboxes of a dispatch need no look: picks and rows take no more than the full packed message that
+        # `LowLatencyCapacity.require` has let in, which has two words a pick and one a row beside the rows.
         if communicator.layout.has_remote:
             return "a rank is reached through a transport"
         if masked:
@@ -59,11 +61,12 @@ class DirectPath:
         return None
 
 
-def choose(communicator: Communicator, shape: LowLatencyShape, masked: bool) -> str:
-    """The path of a dispatch of this shape, and of its combine."""
+def choose(communicator: Communicator, shape: LowLatencyShape, masked: bool) -> DirectPath | None:
+    """The direct path, where a dispatch of this shape and its combine take it; None: they are packed."""
     wanted = communicator.general.low_latency_path
     if wanted == "auto":  # a lone lane moves fewer bytes and looks through fewer picks when it packs
         wanted = DIRECT if communicator.backend.limits.warp_size > 1 else PACKED
-    if wanted == PACKED or DirectPath(communicator, shape).hindrance(masked) is not None:
-        return PACKED
-    return DIRECT
+    if wanted == PACKED:
+        return None
+    direct = DirectPath(communicator, shape)
+    return direct if direct.hindrance(masked) is None else None

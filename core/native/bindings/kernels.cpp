@@ -33,12 +33,6 @@ void bind_messages(py::module_ &kernels) {
         },
         py::arg("local_experts"), py::arg("rows"), py::arg("row_bytes"), py::arg("scale_bytes"), py::arg("num_topk"));
     kernels.def(
-        "direct_dispatch_bytes",
-        [](uint64_t max_tokens, uint64_t row_bytes, uint64_t scale_bytes, uint64_t num_topk) {
-            return DirectDispatchInbox::of(max_tokens, row_bytes, scale_bytes, num_topk).end;
-        },
-        py::arg("max_tokens"), py::arg("row_bytes"), py::arg("scale_bytes"), py::arg("num_topk"));
-    kernels.def(
         "direct_combine_bytes",
         [](uint64_t num_ranks, uint64_t max_tokens, uint64_t hidden, uint64_t accumulator_bytes, uint64_t num_topk) {
             return DirectCombineInbox::of(num_ranks, max_tokens, hidden, accumulator_bytes, num_topk).end;
