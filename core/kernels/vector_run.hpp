@@ -25,21 +25,22 @@ class VectorRun {
     }
 
     static constexpr uint32_t kTerms = 2;  // rows that are loaded before the first is added
+    // As the words that were loaded: a register for each element would be two or four times as many.
     struct Loaded {
-        Storage value[kElements];
+        RunPiece piece[kPieces];
     };
 
     UCCL_EP_DEVICE static Loaded load(const Storage *from) {
         Loaded loaded;
         if (is_aligned(from)) {
-            RunPiece pieces[kPieces];
             UCCL_EP_UNROLL
             for (uint32_t i = 0; i < kPieces; ++i)
-                pieces[i] = reinterpret_cast<const RunPiece *>(from)[i * kWarpSize + lane()];
-            copy_bits(loaded.value, pieces);
+                loaded.piece[i] = reinterpret_cast<const RunPiece *>(from)[i * kWarpSize + lane()];
         } else {
+            Storage values[kElements];
             UCCL_EP_UNROLL
-            for (uint32_t i = 0; i < kElements; ++i) loaded.value[i] = from[place(i)];
+            for (uint32_t i = 0; i < kElements; ++i) values[i] = from[place(i)];
+            copy_bits(loaded.piece, values);
         }
         return loaded;
     }
@@ -74,9 +75,11 @@ class VectorRun {
 
     template <bool kWeighted>
     UCCL_EP_DEVICE void add(const Loaded &loaded, Accumulator factor) {
+        Storage values[kElements];
+        copy_bits(values, loaded.piece);
         UCCL_EP_UNROLL
         for (uint32_t i = 0; i < kElements; ++i) {
-            const Accumulator value = Element::load(loaded.value[i]);
+            const Accumulator value = Element::load(values[i]);
             sums_[i] += kWeighted ? value * factor : value;
         }
     }
