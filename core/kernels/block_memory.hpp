@@ -1,6 +1,6 @@
-// What kernels keep in the memory that a block shares: a struct for each, `in` of which places the parts and `bytes` of
-// which says how much a launch must ask for. Kernels include it, and Python asks through the bindings. Nothing in it
-// needs a device.
+// What kernels keep in the memory that a block shares: a struct for each, `in` of which places the parts and `bytes`
+// of which says how much a launch must ask for. Kernels include it, and Python asks through the bindings. Nothing in
+// it needs a device.
 #pragma once
 
 #include "parameters.hpp"
@@ -12,15 +12,15 @@ namespace uccl_ep {
 // takes. Tokens are dealt to blocks in turn; an entry is one (token, k) of this block.
 struct LowLatencyPlacing {
     uint32_t experts, keys, chunks, entries;
-    int32_t *total;  // [keys] rows of mine with that key
-    int32_t *begin;  // [experts] rows of mine in the experts before: the order in which rows come home. The last
-    // warp's until the block has met again
-    int32_t *expert;  // [entries] -1: none
-    int32_t *place;  // [entries] place among my rows of that expert
-    int32_t *row;  // [entries] row in the message to the expert's rank; -1 but for the first k of each rank
-    uint32_t *chunk;  // [entries]
+    int32_t *total;     // [keys] rows of mine with that key
+    int32_t *begin;     // [experts] rows of mine in the experts before: the order in which rows come home. The
+                        // last warp's until the block has met again
+    int32_t *expert;    // [entries] -1: none
+    int32_t *place;     // [entries] place among my rows of that expert
+    int32_t *row;       // [entries] row in the message to the expert's rank; -1 but for the first k of each rank
+    uint32_t *chunk;    // [entries]
     uint8_t **message;  // [ranks] where my message to each is written
-    uint16_t *before;  // [chunks][keys] rows in the chunks before; counts up while the chunk is walked
+    uint16_t *before;   // [chunks][keys] rows in the chunks before; counts up while the chunk is walked
 
     UCCL_EP_DEVICE static LowLatencyPlacing in(uint8_t *memory, uint32_t experts, uint32_t ranks, uint32_t chunks,
                                                uint32_t entries) {
@@ -47,9 +47,9 @@ struct LowLatencyPlacing {
 
 // What the receive half of a low-latency dispatch keeps.
 struct LowLatencyArrivals {
-    int32_t *begin;  // [local experts][ranks] first row of each source within an expert
-    uint32_t *rows;  // [ranks] rows of each source's message
-    uint64_t *list;  // [warps][topk] output rows of the row at hand
+    int32_t *begin;    // [local experts][ranks] first row of each source within an expert
+    uint32_t *rows;    // [ranks] rows of each source's message
+    uint64_t *list;    // [warps][topk] output rows of the row at hand
     uint32_t *list_k;  // [warps][topk] and the k of each
 
     UCCL_EP_DEVICE static LowLatencyArrivals in(uint8_t *memory, uint32_t ranks, uint32_t warps, uint32_t topk) {
@@ -68,10 +68,10 @@ struct LowLatencyArrivals {
 // What a block of a direct low-latency dispatch keeps. A query is a pick of a token of a source, or, the last of its
 // token, how many ranks before this one it goes to.
 struct DirectPlacing {
-    uint64_t *place;  // [ranks][topk] of a round: local expert << 32 | row there, or kNowhere
-    uint64_t *list;  // [warps][topk] output rows of the row at hand
+    uint64_t *place;   // [ranks][topk] of a round: local expert << 32 | row there, or kNowhere
+    uint64_t *list;    // [warps][topk] output rows of the row at hand
     uint32_t *tokens;  // [ranks] of each source
-    int16_t *picks;  // [entries] of all tokens of all sources
+    int16_t *picks;    // [entries] of all tokens of all sources
 
     static constexpr uint64_t kNowhere = ~uint64_t{0};
 
@@ -110,9 +110,9 @@ struct CombineTerm {
 struct CombineProgress {
     uint64_t *received;  // [ranks] messages received in earlier operations
     CombineTerm *terms;  // [warps][ranks + 2]
-    uint32_t *next;  // [ranks] number of the next row
-    uint32_t *after;  // [ranks] and of the next after this round
-    int32_t *row;  // [tokens of a round][ranks] number of the token's row, -1: none
+    uint32_t *next;      // [ranks] number of the next row
+    uint32_t *after;     // [ranks] and of the next after this round
+    int32_t *row;        // [tokens of a round][ranks] number of the token's row, -1: none
 
     // Tokens of one round: enough for all warps, and no more than whose rows the slots can hold.
     UCCL_EP_DEVICE static constexpr uint32_t tokens(uint32_t warps, uint32_t ranks, uint32_t slots, uint32_t capacity) {

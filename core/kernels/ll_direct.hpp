@@ -1,5 +1,5 @@
-// What direct low-latency dispatch and combine have in common. In a group of one scale-up domain every row has a place of
-// its own in the window that it goes to, so nobody numbers rows before they leave; and block b of a rank deals with
+// What direct low-latency dispatch and combine have in common. In a group of one scale-up domain every row has a place
+// of its own in the window that it goes to, so nobody numbers rows before they leave; and block b of a rank deals with
 // tokens b, b + blocks, ... of all ranks, so it waits for block b of the others, never for the blocks beside it. All
 // ranks launch as many blocks (the communicator agrees on that).
 #pragma once
@@ -51,8 +51,8 @@ class TokenPicks {
     int32_t mine_;
 };
 
-// Calls `visit(rank)` for each rank that a token goes to, once, in the order of its first picks. `pick(k)` is an expert
-// or negative. The whole warp.
+// Calls `visit(rank)` for each rank that a token goes to, once, in the order of its first picks. `pick(k)` is an
+// expert or negative. The whole warp.
 template <class Pick, class Visit>
 UCCL_EP_DEVICE void for_each_rank_of(Pick pick, uint32_t topk, uint32_t local_experts, Visit visit) {
     for (uint32_t base = 0; base < topk; base += device::kWarpSize) {
@@ -81,9 +81,9 @@ UCCL_EP_DEVICE bool wait_flag(const Group &group, Phase phase, DirectFlag flag, 
                          [word] { return device::load_acquire_system(word); });
 }
 
-// Wait until block b of every other rank has read what this block, b, wrote for it two operations ago. Also ends at an
-// earlier failure: what earlier kernels should have left is then not there. The whole warp: each warp looks for itself,
-// so that none waits for another.
+// Wait until block b of every other rank has read what this block, b, wrote for it two operations ago. Also ends at
+// an earlier failure: what earlier kernels should have left is then not there. The whole warp: each warp looks for
+// itself, so that none waits for another.
 UCCL_EP_DEVICE bool direct_wait_room(const Group &group, Phase phase, DirectFlag read, SignalKind named,
                                      uint64_t number) {
     bool ok = true;
@@ -125,6 +125,37 @@ UCCL_EP_DEVICE bool direct_wait_head_room(const Group &group, Phase phase, Direc
     device::fence_system();
     device::sync_lanes();
     return device::ballot(!ok) == 0;
+}
+
+// Write entries [0, num_entries) of the head for a peer, `load(i)` each, once `has_room()`, which is asked once, while
+// the first loads are on their way. False where there is none. The whole warp.
+template <class Entry, class Load, class HasRoom>
+UCCL_EP_DEVICE bool direct_write_head(Entry *head, uint32_t num_entries, Load load, HasRoom has_room) {
+    constexpr uint32_t kAtOnce = 16;  // loads in flight
+    bool asked = false;
+    for (uint32_t base = device::lane(); base < num_entries || !asked; base += kAtOnce * device::kWarpSize) {
+        Entry loaded[kAtOnce];
+        UCCL_EP_UNROLL
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+            const uint32_t entry = base + i * device::kWarpSize;
+            loaded[i] = entry < num_entries ? load(entry) : Entry{};
+        }
+        if (!asked && !has_room()) return false;
+        asked = true;
+        UCCL_EP_UNROLL
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+            const uint32_t entry = base + i * device::kWarpSize;
+            if (entry < num_entries) head[entry] = loaded[i];
+        }
+    }
+    return true;
+}
+
+// Tell a peer that its head is written. The whole warp that wrote it.
+UCCL_EP_DEVICE void direct_raise_head(const Group &group, DirectFlag flag, uint32_t peer, uint64_t number) {
+    device::sync_lanes();
+    if (device::lane() == 0)
+        device::store_release_system(direct_flag(group, peer, flag, group.rank, kDirectHead), number);
 }
 
 // Calls `send(peer)` for each peer whose head this block writes: on its last warp, while the others write rows. The

@@ -1,6 +1,6 @@
-// Direct low-latency combine. Each rank tells the others its weights; a rank weighs and sums the rows that its experts made
-// of a token, in increasing k and unrounded, so that one sum a rank crosses instead of a row an expert; the token's
-// own rank adds the sums up in the order of ranks, and rounds once.
+// Direct low-latency combine. Each rank tells the others its weights; a rank weighs and sums the rows that its experts
+// made of a token, in increasing k and unrounded, so that one sum a rank crosses instead of a row an expert; the
+// token's own rank adds the sums up in the order of ranks, and rounds once.
 #pragma once
 
 #include "ll_direct.hpp"
@@ -8,40 +8,23 @@
 
 namespace uccl_ep {
 
-UCCL_EP_DEVICE uint8_t *direct_combine_inbox(const Group &group, uint32_t owner, uint64_t number) {
-    return group.peer_data[owner] + group.layout.ll_combine_inbox(static_cast<uint32_t>(number & 1));
+UCCL_EP_DEVICE uint8_t *direct_combine_inbox(const Group &group, uint8_t *window, uint64_t number) {
+    return window + group.layout.ll_combine_inbox(static_cast<uint32_t>(number & 1));
 }
 
 // Tell a peer this rank's weights. The whole warp.
 UCCL_EP_DEVICE void direct_send_weights(const LowLatencyCombineParameters &p, uint32_t peer, uint64_t number) {
     const Group &group = p.group;
     auto *weights =
-        reinterpret_cast<float *>(direct_combine_inbox(group, peer, number) +
+        reinterpret_cast<float *>(direct_combine_inbox(group, group.peer_data[peer], number) +
                                   group.rank * DirectCombineInbox::of(p.shape, group.num_ranks()).weights_bytes);
-    constexpr uint32_t kAtOnce = 16;  // loads in flight
-    const uint32_t entries = p.num_tokens * p.shape.num_topk;
-    bool has_room = false;
-    for (uint32_t base = device::lane(); base < entries || !has_room; base += kAtOnce * device::kWarpSize) {
-        float loaded[kAtOnce];
-        UCCL_EP_UNROLL
-        for (uint32_t i = 0; i < kAtOnce; ++i) {
-            const uint32_t entry = base + i * device::kWarpSize;
-            loaded[i] = entry < entries ? p.topk_weights[entry] : 0.0f;
-        }
-        if (!has_room && !direct_wait_head_room(group, Phase::kLowLatencyCombineSend, DirectFlag::kCombineRead,
-                                                SignalKind::kLowLatencyCombineCredit, peer, number))
-            return;
-        has_room = true;
-        UCCL_EP_UNROLL
-        for (uint32_t i = 0; i < kAtOnce; ++i) {
-            const uint32_t entry = base + i * device::kWarpSize;
-            if (entry < entries) weights[entry] = loaded[i];
-        }
-    }
-    device::sync_lanes();
-    if (device::lane() == 0)
-        device::store_release_system(direct_flag(group, peer, DirectFlag::kCombineRows, group.rank, kDirectHead),
-                                     number);
+    const auto load = [&](uint32_t i) { return p.topk_weights[i]; };
+    const auto has_room = [&] {
+        return direct_wait_head_room(group, Phase::kLowLatencyCombineSend, DirectFlag::kCombineRead,
+                                     SignalKind::kLowLatencyCombineCredit, peer, number);
+    };
+    if (!direct_write_head(weights, p.num_tokens * p.shape.num_topk, load, has_room)) return;
+    direct_raise_head(group, DirectFlag::kCombineRows, peer, number);
 }
 
 // Pieces of a row that the warps of a block sum, of whole runs.
@@ -95,8 +78,7 @@ UCCL_EP_DEVICE bool direct_sum_rows(const LowLatencyCombineParameters &p, uint32
             ok = device::ballot(!ok) == 0;
             if (!ok) return false;
             device::sync_lanes();  // a ballot orders no memory
-            weights = reinterpret_cast<const float *>(group.data +
-                                                      group.layout.ll_combine_inbox(static_cast<uint32_t>(number & 1)) +
+            weights = reinterpret_cast<const float *>(direct_combine_inbox(group, group.data, number) +
                                                       source * at.weights_bytes);
         }
         for_each_term(
@@ -104,8 +86,8 @@ UCCL_EP_DEVICE bool direct_sum_rows(const LowLatencyCombineParameters &p, uint32
         device::sync_lanes();
         return true;
     };
-    uint8_t *to = window + group.layout.ll_combine_inbox(static_cast<uint32_t>(number & 1)) + at.sums +
-                  (uint64_t{token} * at.places + place) * at.sum_bytes;
+    uint8_t *to =
+        direct_combine_inbox(group, window, number) + at.sums + (uint64_t{token} * at.places + place) * at.sum_bytes;
     with_element(shape.payload_type, [&](auto element) {
         weigh_rows<decltype(element)>(
             to, begin, end, num_terms, ready, [&](uint32_t j) { return terms[j].row; },
@@ -158,7 +140,7 @@ UCCL_EP_DEVICE void direct_combine_receive(const LowLatencyCombineParameters &p)
     uint64_t *received = Counters::direct(group, LowLatencyHalf::kCombineReceive, block);
     const uint64_t number = *received + 1;
     const DirectCombineInbox at = DirectCombineInbox::of(shape, ranks);
-    const uint8_t *sums = group.data + group.layout.ll_combine_inbox(static_cast<uint32_t>(number & 1)) + at.sums;
+    const uint8_t *sums = direct_combine_inbox(group, group.data, number) + at.sums;
     uint32_t elements;
     const uint32_t pieces = sum_pieces(shape, &elements);
     bool ok = !aborted(group);

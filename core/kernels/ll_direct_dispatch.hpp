@@ -1,7 +1,7 @@
-// Direct low-latency dispatch. A rank writes the picks of all its tokens to every other rank at once, and each row, cast
-// where that was asked for, once to every rank that it goes to. The receiver finds out from the picks where the row
-// belongs: behind the rows of the same expert from ranks before and of tokens before. While the picks travel, so do
-// the rows.
+// Direct low-latency dispatch. A rank writes the picks of all its tokens to every other rank at once, and each row,
+// cast where that was asked for, once to every rank that it goes to. The receiver finds out from the picks where the
+// row belongs: behind the rows of the same expert from ranks before and of tokens before. While the picks travel, so
+// do the rows.
 #pragma once
 
 #include "ll_direct.hpp"
@@ -16,26 +16,12 @@ UCCL_EP_DEVICE void direct_send_picks(const LowLatencyDispatchParameters &p, uin
     uint8_t *inbox =
         group.peer_data[peer] + group.layout.ll_dispatch_inbox(static_cast<uint32_t>(number & 1), group.rank);
     auto *picks = reinterpret_cast<int32_t *>(inbox + DirectDispatchInbox::of(p.shape).picks);
-    constexpr uint32_t kAtOnce = 16;  // loads in flight
-    const uint32_t entries = p.num_tokens * p.shape.num_topk;
-    bool has_room = false;
-    for (uint32_t base = device::lane(); base < entries || !has_room; base += kAtOnce * device::kWarpSize) {
-        int32_t loaded[kAtOnce];
-        UCCL_EP_UNROLL
-        for (uint32_t i = 0; i < kAtOnce; ++i) {
-            const uint32_t entry = base + i * device::kWarpSize;
-            loaded[i] = entry < entries ? static_cast<int32_t>(load_index(p.topk_idx, p.index_bytes, entry)) : -1;
-        }
-        if (!has_room && !direct_wait_head_room(group, Phase::kLowLatencyDispatchSend, DirectFlag::kDispatchRead,
-                                                SignalKind::kLowLatencyDispatchCredit, peer, number))
-            return;
-        has_room = true;
-        UCCL_EP_UNROLL
-        for (uint32_t i = 0; i < kAtOnce; ++i) {
-            const uint32_t entry = base + i * device::kWarpSize;
-            if (entry < entries) picks[entry] = loaded[i];
-        }
-    }
+    const auto load = [&](uint32_t i) { return static_cast<int32_t>(load_index(p.topk_idx, p.index_bytes, i)); };
+    const auto has_room = [&] {
+        return direct_wait_head_room(group, Phase::kLowLatencyDispatchSend, DirectFlag::kDispatchRead,
+                                     SignalKind::kLowLatencyDispatchCredit, peer, number);
+    };
+    if (!direct_write_head(picks, p.num_tokens * p.shape.num_topk, load, has_room)) return;
     if (device::lane() == 0) {
         *reinterpret_cast<MessageHeader *>(inbox) =
             MessageHeader{number,
@@ -46,10 +32,7 @@ UCCL_EP_DEVICE void direct_send_picks(const LowLatencyDispatchParameters &p, uin
                           {p.shape.max_tokens, p.shape.num_topk, p.shape.num_experts, p.shape.quantization, 0,
                            p.shape.payload_type, static_cast<uint32_t>(LowLatencyPath::kDirect)}};
     }
-    device::sync_lanes();
-    if (device::lane() == 0)
-        device::store_release_system(direct_flag(group, peer, DirectFlag::kDispatchRows, group.rank, kDirectHead),
-                                     number);
+    direct_raise_head(group, DirectFlag::kDispatchRows, peer, number);
 }
 
 // Write a token to the ranks that it goes to, once `ready()`. The whole block.

@@ -252,28 +252,28 @@ struct LowLatencyDispatchParameters {
     int32_t *statistics;      // in/out [L] cumulative receive counts, or null
     int64_t *wait_cost;       // in/out [num_ranks] cycles (ns on the host) waited for each rank, or null
     // the direct path alone
-    int32_t *picks;  // out [num_ranks, M, topk + 1] the row of receive_x of each pick of each token, -1; and
-    // behind them how many ranks before this one the token goes to
+    int32_t *picks;           // out [num_ranks, M, topk + 1] the row of receive_x of each pick of a token, -1; and
+                              // behind them how many ranks before this one it goes to
 };
 
 struct LowLatencyCombineParameters {
     Group group;
     LowLatencyShape shape;
     // send half
-    const uint8_t *x;  // [L, num_ranks * M, hidden] of the payload type
+    const uint8_t *x;            // [L, num_ranks * M, hidden] of the payload type
     const int32_t *begin, *count, *combine_base, *rows_before, *rows_home;  // of the dispatch
     // receive half
-    const void *topk_idx;  // [num_tokens, num_topk] as given to dispatch
-    const float *topk_weights;  // [num_tokens, num_topk]
+    const void *topk_idx;        // [num_tokens, num_topk] as given to dispatch
+    const float *topk_weights;   // [num_tokens, num_topk]
     const int32_t *combine_row, *own_row;  // of the dispatch
     uint32_t num_tokens;
     uint32_t index_bytes;
-    int32_t *masked;  // as in dispatch
-    uint32_t own_in_place;  // 1: x stays as it is until the receive half, which sums my own rows from it
+    int32_t *masked;             // as in dispatch
+    uint32_t own_in_place;       // 1: x stays as it is until the receive half, which sums my own rows from it
     uint32_t reserved;
-    uint8_t *out;  // [num_tokens, hidden]
-    int64_t *wait_cost;
-    const int32_t *picks;  // of the dispatch, on the direct path
+    uint8_t *out;                // [num_tokens, hidden]
+    int64_t *wait_cost;          // as in dispatch
+    const int32_t *picks;        // of the dispatch, on the direct path
 };
 
 struct BarrierParameters {
