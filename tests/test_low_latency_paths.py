@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+import struct
 from typing import Any
 
 import pytest
@@ -109,6 +112,39 @@ def test_a_rank_that_does_not_come_is_named(pool: RankPool) -> None:
         arguments={"who": 1, "mode": "low_latency"},
     )  # fmt: skip
     assert {report["rank"] for report in reports} == {1}
+
+
+def no_word_is_old(ctx: Context) -> None:
+    """What tells a word from an older one has few bits: all words, also those of no token, are renewed in time."""
+    buffer, n = new_buffer(ctx), ctx.num_ranks
+    layout, window = buffer._communicator.layout, buffer._communicator.data.memory.pointer
+    words = layout.direct_words()
+    many_tokens = LowLatencyPair(ctx, [FEW] * n, 0, FEW, "random")
+    one_token = LowLatencyPair(ctx, [1] * n, 1, 1, "random")
+    operations = 2 * words + 2
+    for i in range(operations):
+        flight = start_low_latency(ctx, buffer, many_tokens if i < 2 else one_token)
+        if i < 4 or i > operations - 4:
+            finish_low_latency(ctx, buffer, many_tokens if i < 2 else one_token, flight)
+        else:
+            pair = one_token
+            flight[-1]()
+            buffer.low_latency_combine(pair.y, pair.inputs.ids[ctx.rank], pair.inputs.weights[ctx.rank], flight[2])
+    ctx.barrier()
+    for kind, (shift, mask) in enumerate(((0, 0xFFFF), (32, 0xFFFFFFFF))):
+        for parity, source in itertools.product(range(2), range(n)):
+            if source == ctx.rank:
+                continue
+            offset = layout.direct_word_offset(kind, parity, source, 0)
+            raw = ctypes.string_at(window + offset, 8 * words)
+            numbers = [word >> shift & mask for word in struct.unpack(f"<{words}Q", raw)]
+            assert min(numbers) > operations - 2 * words - 2, (kind, parity, source, min(numbers))
+            assert max(numbers) == operations - (operations - parity) % 2, (kind, parity, source, max(numbers))
+    buffer.destroy()
+
+
+def test_no_word_is_old(pool: RankPool) -> None:
+    pool.run(no_word_is_old, ranks=2, options=DIRECTLY, timeout_s=120)
 
 
 def launch_counts(ctx: Context) -> dict[str, int]:

@@ -68,10 +68,9 @@ struct LowLatencyArrivals {
 // What a block of a direct low-latency dispatch keeps. A query is a pick of a token of a source, or, the last of its
 // token, how many ranks before this one it goes to.
 struct DirectPlacing {
-    uint64_t *place;   // [ranks][topk] of a round: local expert << 32 | row there, or kNowhere
-    uint64_t *list;    // [warps][topk] output rows of the row at hand
-    uint32_t *tokens;  // [ranks] of each source
-    int16_t *picks;    // [entries] of all tokens of all sources
+    uint64_t *place;  // [ranks][topk] of a round: local expert << 32 | row there, or kNowhere
+    uint64_t *list;   // [warps][topk] output rows of the row at hand
+    int16_t *picks;   // [ranks][max_tokens][topk], and what fills the last 8 bytes
 
     static constexpr uint64_t kNowhere = ~uint64_t{0};
 
@@ -79,12 +78,11 @@ struct DirectPlacing {
         DirectPlacing at;
         at.place = reinterpret_cast<uint64_t *>(memory);
         at.list = at.place + ranks * topk;
-        at.tokens = reinterpret_cast<uint32_t *>(at.list + warps * topk);
-        at.picks = reinterpret_cast<int16_t *>(at.tokens + ranks);
+        at.picks = reinterpret_cast<int16_t *>(at.list + warps * topk);
         return at;
     }
     UCCL_EP_DEVICE static uint64_t bytes(uint64_t ranks, uint64_t warps, uint64_t topk, uint64_t max_tokens) {
-        return 8 * topk * (ranks + warps) + 4 * ranks + 2 * ranks * max_tokens * topk;
+        return 8 * topk * (ranks + warps) + align_up(2 * ranks * max_tokens * topk, 8);
     }
 };
 

@@ -14,6 +14,26 @@ UCCL_EP_DEVICE uint64_t *direct_flag(const Group &group, uint32_t owner, DirectF
     return reinterpret_cast<uint64_t *>(group.peer_data[owner] + group.layout.direct_flag_offset(flag, raiser, block));
 }
 
+// The two direct operations: what each raises, counts, and waits for. Verdicts name the signals of the packed ones.
+struct DirectDispatch {
+    static constexpr DirectFlag kRows = DirectFlag::kDispatchRows, kRead = DirectFlag::kDispatchRead;
+    static constexpr DirectWords kWords = DirectWords::kPicks;
+    static constexpr SignalKind kRowsSignal = SignalKind::kLowLatencyDispatch;
+    static constexpr SignalKind kReadSignal = SignalKind::kLowLatencyDispatchCredit;
+    static constexpr Phase kSend = Phase::kLowLatencyDispatchSend, kReceive = Phase::kLowLatencyDispatchReceive;
+    static constexpr LowLatencyHalf kSent = LowLatencyHalf::kDispatchSend;
+    static constexpr LowLatencyHalf kReceived = LowLatencyHalf::kDispatchReceive;
+};
+struct DirectCombine {
+    static constexpr DirectFlag kRows = DirectFlag::kCombineRows, kRead = DirectFlag::kCombineRead;
+    static constexpr DirectWords kWords = DirectWords::kWeights;
+    static constexpr SignalKind kRowsSignal = SignalKind::kLowLatencyCombine;
+    static constexpr SignalKind kReadSignal = SignalKind::kLowLatencyCombineCredit;
+    static constexpr Phase kSend = Phase::kLowLatencyCombineSend, kReceive = Phase::kLowLatencyCombineReceive;
+    static constexpr LowLatencyHalf kSent = LowLatencyHalf::kCombineSend;
+    static constexpr LowLatencyHalf kReceived = LowLatencyHalf::kCombineReceive;
+};
+
 // The windows of the domain, a lane each, so that a row that is ready to leave need not wait for an address. The whole
 // warp asks for the same one.
 class PeerWindows {
@@ -73,109 +93,71 @@ UCCL_EP_DEVICE void for_each_rank_of(Pick pick, uint32_t topk, uint32_t local_ex
     }
 }
 
-// Wait for a flag; one thread. `phase` says what for.
-UCCL_EP_DEVICE bool wait_flag(const Group &group, Phase phase, DirectFlag flag, SignalKind named, uint32_t peer,
-                              uint32_t block, uint64_t number) {
-    const uint64_t *word = direct_flag(group, group.rank, flag, peer, block);
-    return wait_at_least(group, {phase, peer, group.layout.signal_index(named, peer, 0), number},
-                         [word] { return device::load_acquire_system(word); });
+// Wait until `block` of a peer has written the rows of operation `number`; one thread.
+template <class Operation>
+UCCL_EP_DEVICE bool direct_wait_rows(const Group &group, uint32_t peer, uint32_t block, uint64_t number) {
+    const uint64_t *word = direct_flag(group, group.rank, Operation::kRows, peer, block);
+    return wait_at_least(
+        group, {Operation::kReceive, peer, group.layout.signal_index(Operation::kRowsSignal, peer, 0), number}, word);
 }
 
-// Wait until block b of every other rank has read what this block, b, wrote for it two operations ago. Also ends at
-// an earlier failure: what earlier kernels should have left is then not there. The whole warp: each warp looks for
-// itself, so that none waits for another.
-UCCL_EP_DEVICE bool direct_wait_room(const Group &group, Phase phase, DirectFlag read, SignalKind named,
-                                     uint64_t number) {
-    bool ok = true;
-    for (uint32_t i = device::lane(); i < group.num_ranks(); i += device::kWarpSize) {
+// How many operations of this kind this rank has read. A kernel begins when those before it have ended, so when block b
+// says so of itself, all blocks have.
+template <class Operation>
+UCCL_EP_DEVICE uint64_t direct_read(const Group &group) {
+    return *Counters::direct(group, Operation::kReceived, device::block_index());
+}
+
+// Wait until the other ranks have read the operation before the last, whose places this one takes. Also ends at an
+// earlier failure: what earlier kernels should have left is then not there. The whole warp: each warp looks for itself,
+// so that none waits for another.
+template <class Operation>
+UCCL_EP_DEVICE_SELDOM bool direct_wait_room(const Group &group, uint64_t number) {
+    const uint32_t ranks = group.num_ranks(), block = device::block_index();
+    const uint64_t expected = number > 2 ? number - 2 : 0;
+    bool ok = true, there = true;
+    for (uint32_t i = device::lane(); i < ranks; i += device::kWarpSize) {
         if (i == 0) {
             ok = !aborted(group);
         } else {
-            ok = ok && wait_flag(group, phase, read, named, (group.rank + i) % group.num_ranks(), device::block_index(),
-                                 number > 2 ? number - 2 : 0);
+            const uint64_t *word = direct_flag(group, group.rank, Operation::kRead, (group.rank + i) % ranks, block);
+            there = there && device::load_acquire_system(word) >= expected;
         }
     }
     device::sync_lanes();  // what each lane has seen is there for all: a ballot orders no memory
-    return device::ballot(!ok) == 0;
-}
-
-// The same for what all blocks of a peer read: the head that this rank writes for it. The whole warp.
-UCCL_EP_DEVICE bool direct_wait_head_room(const Group &group, Phase phase, DirectFlag read, SignalKind named,
-                                          uint32_t peer, uint64_t number) {
-    const uint64_t expected = number > 2 ? number - 2 : 0;
-    constexpr uint32_t kAtOnce = 8;  // looks in flight; the fence behind them makes acquires of all
-    bool ok = true;
-    for (uint32_t base = device::lane(); base < device::num_blocks(); base += kAtOnce * device::kWarpSize) {
-        uint64_t seen[kAtOnce];
-        UCCL_EP_UNROLL
-        for (uint32_t i = 0; i < kAtOnce; ++i) {
-            const uint32_t block = base + i * device::kWarpSize;
-            seen[i] = block < device::num_blocks()
-                          ? device::load_relaxed_system(direct_flag(group, group.rank, read, peer, block))
-                          : expected;
-        }
-        bool all = true;
-        UCCL_EP_UNROLL
-        for (uint32_t i = 0; i < kAtOnce; ++i) all = all && seen[i] >= expected;
-        for (uint32_t i = 0; i < kAtOnce && !all; ++i) {
-            const uint32_t block = base + i * device::kWarpSize;
-            if (block < device::num_blocks()) ok = ok && wait_flag(group, phase, read, named, peer, block, expected);
-        }
+    if (device::ballot(!ok) != 0) return false;
+    if (device::ballot(!there) == 0) return true;
+    // Two sends before the first receive: the others may be waiting for the same of this rank.
+    for (uint32_t i = device::lane() == 0 ? device::kWarpSize : device::lane(); i < ranks; i += device::kWarpSize) {
+        device::store_release_system(direct_flag(group, (group.rank + i) % ranks, Operation::kRead, group.rank, block),
+                                     direct_read<Operation>(group));
     }
-    device::fence_system();
+    for (uint32_t i = device::lane() == 0 ? device::kWarpSize : device::lane(); i < ranks && ok;
+         i += device::kWarpSize) {
+        const uint32_t peer = (group.rank + i) % ranks;
+        const uint64_t *word = direct_flag(group, group.rank, Operation::kRead, peer, block);
+        ok = wait_at_least(
+            group, {Operation::kSend, peer, group.layout.signal_index(Operation::kReadSignal, peer, 0), expected},
+            word);
+    }
     device::sync_lanes();
     return device::ballot(!ok) == 0;
 }
 
-// Write entries [0, num_entries) of the head for a peer, `load(i)` each, once `has_room()`, which is asked once, while
-// the first loads are on their way. False where there is none. The whole warp.
-template <class Entry, class Load, class HasRoom>
-UCCL_EP_DEVICE bool direct_write_head(Entry *head, uint32_t num_entries, Load load, HasRoom has_room) {
-    constexpr uint32_t kAtOnce = 16;  // loads in flight
-    bool asked = false;
-    for (uint32_t base = device::lane(); base < num_entries || !asked; base += kAtOnce * device::kWarpSize) {
-        Entry loaded[kAtOnce];
-        UCCL_EP_UNROLL
-        for (uint32_t i = 0; i < kAtOnce; ++i) {
-            const uint32_t entry = base + i * device::kWarpSize;
-            loaded[i] = entry < num_entries ? load(entry) : Entry{};
-        }
-        if (!asked && !has_room()) return false;
-        asked = true;
-        UCCL_EP_UNROLL
-        for (uint32_t i = 0; i < kAtOnce; ++i) {
-            const uint32_t entry = base + i * device::kWarpSize;
-            if (entry < num_entries) head[entry] = loaded[i];
-        }
-    }
-    return true;
-}
-
-// Tell a peer that its head is written. The whole warp that wrote it.
-UCCL_EP_DEVICE void direct_raise_head(const Group &group, DirectFlag flag, uint32_t peer, uint64_t number) {
-    device::sync_lanes();
-    if (device::lane() == 0)
-        device::store_release_system(direct_flag(group, peer, flag, group.rank, kDirectHead), number);
-}
-
-// Calls `send(peer)` for each peer whose head this block writes: on its last warp, while the others write rows. The
-// blocks at the end have the fewest tokens.
-template <class Send>
-UCCL_EP_DEVICE void for_each_head_of_block(const Group &group, Send send) {
-    const uint32_t ranks = group.num_ranks(), blocks = device::num_blocks();
-    if (device::warp_in_block() != device::warps_per_block() - 1) return;
-    for (uint32_t i = blocks - 1 - device::block_index(); i + 1 < ranks; i += blocks)
-        send((group.rank + 1 + i) % ranks);
-}
-
-// Tell block b of every other rank; what this block wrote before comes first. The whole block.
-UCCL_EP_DEVICE void direct_raise(const Group &group, DirectFlag flag, uint64_t number) {
+// Tell block b of every other rank that the rows of this operation are written, and what has been read before. Everything
+// that this block wrote comes first. The whole block. A receiver does not tell at its end what it has read: that would
+// cost a fence, and nobody needs to know before the send of the next operation but one.
+template <class Operation>
+UCCL_EP_DEVICE void direct_raise(const Group &group, uint64_t number) {
+    const uint64_t read = direct_read<Operation>(group);
     device::sync_block();
     const uint32_t threads = device::warps_per_block() * device::kWarpSize;
     const uint32_t thread = device::warp_in_block() * device::kWarpSize + device::lane();
     for (uint32_t i = thread + 1; i < group.num_ranks(); i += threads) {
-        const uint32_t peer = (group.rank + i) % group.num_ranks();
-        device::store_release_system(direct_flag(group, peer, flag, group.rank, device::block_index()), number);
+        const uint32_t peer = (group.rank + i) % group.num_ranks(), block = device::block_index();
+        device::fence_system();  // for both
+        device::store_relaxed_system(direct_flag(group, peer, Operation::kRead, group.rank, block), read);
+        device::store_relaxed_system(direct_flag(group, peer, Operation::kRows, group.rank, block), number);
     }
 }
 

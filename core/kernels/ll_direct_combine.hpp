@@ -1,30 +1,15 @@
-// Direct low-latency combine. Each rank tells the others its weights; a rank weighs and sums the rows that its experts
+// Direct low-latency combine. Each rank tells the others its weights, in words that need no flag; a rank weighs and sums the rows that its experts
 // made of a token, in increasing k and unrounded, so that one sum a rank crosses instead of a row an expert; the
 // token's own rank adds the sums up in the order of ranks, and rounds once.
 #pragma once
 
-#include "ll_direct.hpp"
+#include "ll_direct_words.hpp"
 #include "partial_sums.hpp"
 
 namespace uccl_ep {
 
 UCCL_EP_DEVICE uint8_t *direct_combine_inbox(const Group &group, uint8_t *window, uint64_t number) {
     return window + group.layout.ll_combine_inbox(static_cast<uint32_t>(number & 1));
-}
-
-// Tell a peer this rank's weights. The whole warp.
-UCCL_EP_DEVICE void direct_send_weights(const LowLatencyCombineParameters &p, uint32_t peer, uint64_t number) {
-    const Group &group = p.group;
-    auto *weights =
-        reinterpret_cast<float *>(direct_combine_inbox(group, group.peer_data[peer], number) +
-                                  group.rank * DirectCombineInbox::of(p.shape, group.num_ranks()).weights_bytes);
-    const auto load = [&](uint32_t i) { return p.topk_weights[i]; };
-    const auto has_room = [&] {
-        return direct_wait_head_room(group, Phase::kLowLatencyCombineSend, DirectFlag::kCombineRead,
-                                     SignalKind::kLowLatencyCombineCredit, peer, number);
-    };
-    if (!direct_write_head(weights, p.num_tokens * p.shape.num_topk, load, has_room)) return;
-    direct_raise_head(group, DirectFlag::kCombineRows, peer, number);
 }
 
 // Pieces of a row that the warps of a block sum, of whole runs.
@@ -35,10 +20,33 @@ UCCL_EP_DEVICE uint32_t sum_pieces(const LowLatencyShape &shape, uint32_t *eleme
     return (shape.hidden + *elements - 1) / *elements;
 }
 
-// Weigh and sum elements [begin, end) of the rows made here of a source's token, into its place at that source. False
-// on failure. The whole warp.
+UCCL_EP_DEVICE_SELDOM uint64_t direct_wait_weight(const Group &group, uint32_t source, uint64_t number,
+                                                  const uint64_t *address) {
+    return direct_wait_word<DirectCombine, WeightWord>(group, DirectCombine::kSend, source, number, address, [] {});
+}
+
+// The weight that a source gives its pick k of a token. False on failure. One thread.
+UCCL_EP_DEVICE bool direct_load_weight(const LowLatencyCombineParameters &p, uint32_t source, uint32_t token,
+                                       uint32_t k, uint64_t number, float *weight) {
+    const Group &group = p.group;
+    const uint32_t index = token * p.shape.num_topk + k;
+    if (source == group.rank) {
+        *weight = p.topk_weights[index];
+        return true;
+    }
+    const uint64_t *address = direct_word<DirectCombine>(group, group.rank, number, source, index);
+    uint64_t word = device::load_relaxed_system(address);
+    if (!WeightWord::is_of(word, number)) word = direct_wait_weight(group, source, number, address);
+    *weight = WeightWord::weight(word);
+    return WeightWord::is_of(word, number);
+}
+
+// Weigh and sum elements [begin, end) of the rows made here of a source's token, into its place at that source, once
+// `has_room()`. False on failure. The whole warp.
+template <class HasRoom>
 UCCL_EP_DEVICE bool direct_sum_rows(const LowLatencyCombineParameters &p, uint32_t source, uint32_t token,
-                                    uint32_t begin, uint32_t end, uint64_t number, WeightedRow *terms) {
+                                    uint32_t begin, uint32_t end, uint64_t number, WeightedRow *terms,
+                                    HasRoom has_room) {
     const Group &group = p.group;
     const LowLatencyShape &shape = p.shape;
     const uint32_t topk = shape.num_topk;
@@ -65,29 +73,19 @@ UCCL_EP_DEVICE bool direct_sum_rows(const LowLatencyCombineParameters &p, uint32
     device::sync_lanes();
     if (num_terms == 0) return true;
     bool asked = false, ok = true;
-    // The weights, while the first rows are on their way.
+    // Room and weights, while the first rows are on their way.
     const auto ready = [&] {
         if (asked) return ok;
         asked = true;
-        const float *weights = p.topk_weights;
-        if (source != group.rank) {
-            if (device::lane() == 0) {
-                ok = wait_flag(group, Phase::kLowLatencyCombineSend, DirectFlag::kCombineRows,
-                               SignalKind::kLowLatencyCombine, source, kDirectHead, number);
-            }
-            ok = device::ballot(!ok) == 0;
-            if (!ok) return false;
-            device::sync_lanes();  // a ballot orders no memory
-            weights = reinterpret_cast<const float *>(direct_combine_inbox(group, group.data, number) +
-                                                      source * at.weights_bytes);
-        }
-        for_each_term(
-            [&](WeightedRow *term, uint32_t k, int32_t) { term->weight = weights[uint64_t{token} * topk + k]; });
+        if (!has_room()) return ok = false;
+        for_each_term([&](WeightedRow *term, uint32_t k, int32_t) {
+            ok = direct_load_weight(p, source, token, k, number, &term->weight) && ok;
+        });
+        ok = device::ballot(!ok) == 0;
         device::sync_lanes();
-        return true;
+        return ok;
     };
-    uint8_t *to =
-        direct_combine_inbox(group, window, number) + at.sums + (uint64_t{token} * at.places + place) * at.sum_bytes;
+    uint8_t *to = direct_combine_inbox(group, window, number) + at.sum(token, place);
     with_element(shape.payload_type, [&](auto element) {
         weigh_rows<decltype(element)>(
             to, begin, end, num_terms, ready, [&](uint32_t j) { return terms[j].row; },
@@ -97,8 +95,9 @@ UCCL_EP_DEVICE bool direct_sum_rows(const LowLatencyCombineParameters &p, uint32
 }
 
 // Sum what was made here of sources [first, first + count), counted from this rank, in tokens of this block.
+template <class HasRoom>
 UCCL_EP_DEVICE void direct_sum_sources(const LowLatencyCombineParameters &p, uint32_t first, uint32_t count,
-                                       uint64_t number, WeightedRow *terms) {
+                                       uint64_t number, WeightedRow *terms, HasRoom has_room) {
     const uint32_t ranks = p.group.num_ranks(), blocks = device::num_blocks(), block = device::block_index();
     uint32_t elements;
     const uint32_t pieces = sum_pieces(p.shape, &elements);
@@ -106,7 +105,8 @@ UCCL_EP_DEVICE void direct_sum_sources(const LowLatencyCombineParameters &p, uin
         for (uint32_t item = device::warp_in_block(); item < count * pieces; item += device::warps_per_block()) {
             const uint32_t source = (p.group.rank + first + item / pieces) % ranks, begin = item % pieces * elements;
             if (!direct_sum_rows(p, source, token, begin,
-                                 p.shape.hidden - begin < elements ? p.shape.hidden : begin + elements, number, terms))
+                                 p.shape.hidden - begin < elements ? p.shape.hidden : begin + elements, number, terms,
+                                 has_room))
                 return;
         }
     }
@@ -115,17 +115,27 @@ UCCL_EP_DEVICE void direct_sum_sources(const LowLatencyCombineParameters &p, uin
 // The send half. The whole grid.
 UCCL_EP_DEVICE void direct_combine_send(const LowLatencyCombineParameters &p) {
     const Group &group = p.group;
-    const uint32_t warp = device::warp_in_block(), ranks = group.num_ranks();
-    uint64_t *sent = Counters::direct(group, LowLatencyHalf::kCombineSend, device::block_index());
+    const uint32_t warp = device::warp_in_block(), ranks = group.num_ranks(), topk = p.shape.num_topk;
+    uint64_t *sent = Counters::direct(group, DirectCombine::kSent, device::block_index());
     const uint64_t number = *sent + 1;
-    for_each_head_of_block(group, [&](uint32_t peer) { direct_send_weights(p, peer, number); });
-    const bool ok = direct_wait_room(group, Phase::kLowLatencyCombineSend, DirectFlag::kCombineRead,
-                                     SignalKind::kLowLatencyCombineCredit, number);
-    auto *terms = reinterpret_cast<WeightedRow *>(device::shared_memory()) + warp * p.shape.num_topk;
+    bool asked = false, ok = false;
+    if (warp == device::warps_per_block() - 1) {
+        ok = direct_send_words<DirectCombine, WeightWord>(
+            group, number, p.num_tokens, topk, [&](uint32_t token, uint32_t k) {
+                return WeightWord::of(number, p.topk_weights[uint64_t{token} * topk + k]);
+            });
+        asked = true;
+    }
+    const auto has_room = [&] {
+        if (!asked) ok = direct_wait_room<DirectCombine>(group, number);
+        asked = true;
+        return ok;
+    };
+    auto *terms = reinterpret_cast<WeightedRow *>(device::shared_memory()) + warp * topk;
     // The others' tokens first; this rank's own while those sums travel.
     for (uint32_t own = 0; own < 2; ++own) {
-        if (ok) direct_sum_sources(p, own == 0 ? 1 : 0, own == 0 ? ranks - 1 : 1, number, terms);
-        if (own == 0) direct_raise(group, DirectFlag::kCombineRows, number);
+        direct_sum_sources(p, own == 0 ? 1 : 0, own == 0 ? ranks - 1 : 1, number, terms, has_room);
+        if (own == 0) direct_raise<DirectCombine>(group, number);
     }
     if (warp == 0 && device::lane() == 0) *sent = number;
 }
@@ -137,10 +147,10 @@ UCCL_EP_DEVICE void direct_combine_receive(const LowLatencyCombineParameters &p)
     const uint32_t ranks = group.num_ranks(), topk = shape.num_topk, local_experts = shape.num_experts / ranks;
     const uint32_t warp = device::warp_in_block(), warps = device::warps_per_block();
     const uint32_t blocks = device::num_blocks(), block = device::block_index();
-    uint64_t *received = Counters::direct(group, LowLatencyHalf::kCombineReceive, block);
+    uint64_t *received = Counters::direct(group, DirectCombine::kReceived, block);
     const uint64_t number = *received + 1;
     const DirectCombineInbox at = DirectCombineInbox::of(shape, ranks);
-    const uint8_t *sums = direct_combine_inbox(group, group.data, number) + at.sums;
+    const uint8_t *sums = direct_combine_inbox(group, group.data, number);
     uint32_t elements;
     const uint32_t pieces = sum_pieces(shape, &elements);
     bool ok = !aborted(group);
@@ -152,8 +162,7 @@ UCCL_EP_DEVICE void direct_combine_receive(const LowLatencyCombineParameters &p)
             if (source == group.rank || device::lane() != 0) return;
             const bool timed = p.wait_cost != nullptr && block == 0 && warp == 0;
             const uint64_t start = timed ? device::now_ns() : 0;
-            ok = ok && wait_flag(group, Phase::kLowLatencyCombineReceive, DirectFlag::kCombineRows,
-                                 SignalKind::kLowLatencyCombine, source, block, number);
+            ok = ok && direct_wait_rows<DirectCombine>(group, source, block, number);
             if (timed) p.wait_cost[source] += static_cast<int64_t>(device::now_ns() - start);
         });
         if (device::ballot(!ok) != 0) break;
@@ -161,14 +170,13 @@ UCCL_EP_DEVICE void direct_combine_receive(const LowLatencyCombineParameters &p)
         for (uint32_t piece = warp; piece < pieces; piece += warps) {
             const uint32_t begin = piece * elements;
             with_element(shape.payload_type, [&](auto element) {
-                add_sums<decltype(element)>(
-                    p.out + uint64_t{token} * shape.row_bytes, begin,
-                    shape.hidden - begin < elements ? shape.hidden : begin + elements, num_sums,
-                    [&](uint32_t j) { return sums + (uint64_t{token} * at.places + j) * at.sum_bytes; });
+                add_sums<decltype(element)>(p.out + uint64_t{token} * shape.row_bytes, begin,
+                                            shape.hidden - begin < elements ? shape.hidden : begin + elements, num_sums,
+                                            [&](uint32_t j) { return sums + at.sum(token, j); });
             });
         }
     }
-    direct_raise(group, DirectFlag::kCombineRead, number);
+    device::sync_block();  // all warps have read the count
     if (warp == 0 && device::lane() == 0) *received = number;
 }
 

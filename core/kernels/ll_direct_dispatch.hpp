@@ -1,29 +1,37 @@
-// Direct low-latency dispatch. A rank writes the picks of all its tokens to every other rank at once, and each row,
-// cast where that was asked for, once to every rank that it goes to. The receiver finds out from the picks where the
-// row belongs: behind the rows of the same expert from ranks before and of tokens before. While the picks travel, so
-// do the rows.
+// Direct low-latency dispatch. A rank tells every other rank the picks of all its tokens at once, in words that need no
+// flag, and writes each row, cast where that was asked for, once to every rank that it goes to. The receiver finds out
+// from the picks where the row belongs: behind the rows of the same expert from ranks before and of tokens before. While
+// the picks travel, so do the rows.
 #pragma once
 
-#include "ll_direct.hpp"
+#include "ll_direct_words.hpp"
 #include "ll_dispatch_receive.hpp"
 #include "ll_dispatch_send.hpp"
 
 namespace uccl_ep {
 
-// Write the head for a peer: the header, and the picks. The whole warp.
-UCCL_EP_DEVICE void direct_send_picks(const LowLatencyDispatchParameters &p, uint32_t peer, uint64_t number) {
+UCCL_EP_DEVICE uint8_t *direct_dispatch_inbox(const Group &group, uint8_t *window, uint32_t source, uint64_t number) {
+    return window + group.layout.ll_dispatch_inbox(static_cast<uint32_t>(number & 1), source);
+}
+
+// Word `i` of the picks of a token of mine; the tokens behind the last have no picks.
+UCCL_EP_DEVICE uint64_t direct_picks_word(const LowLatencyDispatchParameters &p, uint32_t token, uint32_t i,
+                                          uint64_t number) {
+    if (token >= p.num_tokens) return PicksWord::empty(number);
+    const uint64_t first = uint64_t{token} * p.shape.num_topk;
+    return PicksWord::of(number, i * PicksWord::kPicks, p.shape.num_topk,
+                         [&](uint32_t k) { return load_index(p.topk_idx, p.index_bytes, first + k); });
+}
+
+// Tell the peers whose header this block writes, the last ones, which have the fewest tokens, what this call is. The
+// whole warp.
+UCCL_EP_DEVICE void direct_send_headers(const LowLatencyDispatchParameters &p, uint64_t number) {
     const Group &group = p.group;
-    uint8_t *inbox =
-        group.peer_data[peer] + group.layout.ll_dispatch_inbox(static_cast<uint32_t>(number & 1), group.rank);
-    auto *picks = reinterpret_cast<int32_t *>(inbox + DirectDispatchInbox::of(p.shape).picks);
-    const auto load = [&](uint32_t i) { return static_cast<int32_t>(load_index(p.topk_idx, p.index_bytes, i)); };
-    const auto has_room = [&] {
-        return direct_wait_head_room(group, Phase::kLowLatencyDispatchSend, DirectFlag::kDispatchRead,
-                                     SignalKind::kLowLatencyDispatchCredit, peer, number);
-    };
-    if (!direct_write_head(picks, p.num_tokens * p.shape.num_topk, load, has_room)) return;
-    if (device::lane() == 0) {
-        *reinterpret_cast<MessageHeader *>(inbox) =
+    const uint32_t ranks = group.num_ranks(), blocks = device::num_blocks();
+    if (device::lane() != 0) return;
+    for (uint32_t i = blocks - 1 - device::block_index(); i + 1 < ranks; i += blocks) {
+        const uint32_t peer = (group.rank + 1 + i) % ranks;
+        *reinterpret_cast<MessageHeader *>(direct_dispatch_inbox(group, group.peer_data[peer], group.rank, number)) =
             MessageHeader{number,
                           static_cast<uint32_t>(OperationKind::kLowLatencyDispatch),
                           p.num_tokens,
@@ -31,20 +39,20 @@ UCCL_EP_DEVICE void direct_send_picks(const LowLatencyDispatchParameters &p, uin
                           group.rank,
                           {p.shape.max_tokens, p.shape.num_topk, p.shape.num_experts, p.shape.quantization, 0,
                            p.shape.payload_type, static_cast<uint32_t>(LowLatencyPath::kDirect)}};
+        device::store_release_system(direct_flag(group, peer, DirectDispatch::kRows, group.rank, kDirectHead), number);
     }
-    direct_raise_head(group, DirectFlag::kDispatchRows, peer, number);
 }
 
 // Write a token to the ranks that it goes to, once `ready()`. The whole block.
 template <class Ready>
 UCCL_EP_DEVICE void direct_write_token(const LowLatencyDispatchParameters &p, const PeerWindows &windows,
-                                       uint32_t token, uint32_t parity, Ready ready) {
+                                       uint32_t token, uint64_t number, Ready ready) {
     const Group &group = p.group;
     const LowLatencyShape &shape = p.shape;
     const uint32_t local_experts = shape.num_experts / group.num_ranks();
     const DirectDispatchInbox at = DirectDispatchInbox::of(shape);
     const auto inbox_of = [&](uint32_t rank) {
-        return windows[rank] + group.layout.ll_dispatch_inbox(parity, group.rank);
+        return direct_dispatch_inbox(group, windows[rank], group.rank, number);
     };
     const TokenPicks pick(p.topk_idx, p.index_bytes, shape.num_topk, token);
     const uint64_t row = uint64_t{token} * shape.row_bytes;
@@ -70,34 +78,44 @@ UCCL_EP_DEVICE void direct_write_token(const LowLatencyDispatchParameters &p, co
 UCCL_EP_DEVICE void direct_dispatch_send(const LowLatencyDispatchParameters &p) {
     const Group &group = p.group;
     const uint32_t blocks = device::num_blocks(), block = device::block_index();
-    uint64_t *sent = Counters::direct(group, LowLatencyHalf::kDispatchSend, block);
+    uint64_t *sent = Counters::direct(group, DirectDispatch::kSent, block);
     const uint64_t number = *sent + 1;
-    for_each_head_of_block(group, [&](uint32_t peer) { direct_send_picks(p, peer, number); });
-    const PeerWindows windows(group);
     bool asked = false, ok = false;
+    if (device::warp_in_block() == device::warps_per_block() - 1) {  // which casts the least of a row
+        ok = direct_send_words<DirectDispatch, PicksWord>(
+            group, number, p.shape.max_tokens, PicksWord::of_token(p.shape.num_topk),
+            [&](uint32_t token, uint32_t i) { return direct_picks_word(p, token, i, number); });
+        asked = true;
+        if (ok) direct_send_headers(p, number);
+    }
+    const PeerWindows windows(group);
     const auto ready = [&] {
-        if (!asked) {
-            ok = direct_wait_room(group, Phase::kLowLatencyDispatchSend, DirectFlag::kDispatchRead,
-                                  SignalKind::kLowLatencyDispatchCredit, number);
-        }
+        if (!asked) ok = direct_wait_room<DirectDispatch>(group, number);
         asked = true;
         return ok;
     };
     for (uint32_t token = block; token < p.num_tokens; token += blocks)
-        direct_write_token(p, windows, token, static_cast<uint32_t>(number & 1), ready);
-    direct_raise(group, DirectFlag::kDispatchRows, number);
+        direct_write_token(p, windows, token, number, ready);
+    direct_raise<DirectDispatch>(group, number);
     if (device::warp_in_block() == 0 && device::lane() == 0) *sent = number;
 }
 
-// How many of ids [begin, end) are `id`. The whole warp.
+// How many of ids [begin, end) are `id`, four a load: `ids` lies at 8 bytes. The whole warp.
 UCCL_EP_DEVICE uint32_t count_picks(const int16_t *ids, uint32_t begin, uint32_t end, int16_t id) {
-    constexpr uint32_t kAtOnce = 8;
+    constexpr uint32_t kAtOnce = 4, kOfLoad = 4;
+    const auto *words = reinterpret_cast<const uint64_t *>(ids);
     uint32_t mine = 0;
-    for (uint32_t base = begin; base < end; base += kAtOnce * device::kWarpSize) {
+    for (uint32_t base = begin / kOfLoad; base * kOfLoad < end; base += kAtOnce * device::kWarpSize) {
         UCCL_EP_UNROLL
         for (uint32_t i = 0; i < kAtOnce; ++i) {
-            const uint32_t at = base + i * device::kWarpSize + device::lane();
-            mine += at < end && ids[at] == id ? 1 : 0;
+            const uint32_t first = (base + i * device::kWarpSize + device::lane()) * kOfLoad;
+            if (first >= end) continue;
+            const uint64_t word = words[first / kOfLoad];
+            UCCL_EP_UNROLL
+            for (uint32_t j = 0; j < kOfLoad; ++j) {
+                const bool counts = first + j >= begin && first + j < end;
+                mine += counts && static_cast<int16_t>(static_cast<uint16_t>(word >> (16 * j))) == id ? 1 : 0;
+            }
         }
     }
     uint32_t total;
@@ -105,36 +123,69 @@ UCCL_EP_DEVICE uint32_t count_picks(const int16_t *ids, uint32_t begin, uint32_t
     return total;
 }
 
-// The picks of all tokens of all sources, into the block's memory; returns how many there are. The whole block.
-UCCL_EP_DEVICE uint32_t direct_gather_picks(const LowLatencyDispatchParameters &p, const DirectPlacing &placing,
-                                            uint32_t parity) {
+// The header of a source, once it is there; one thread. False on failure.
+UCCL_EP_DEVICE_SELDOM bool direct_check_header(const LowLatencyDispatchParameters &p, uint32_t source,
+                                               uint64_t number) {
     const Group &group = p.group;
-    const uint32_t ranks = group.num_ranks(), topk = p.shape.num_topk;
+    return direct_wait_rows<DirectDispatch>(group, source, kDirectHead, number) &&
+           ll_check(p,
+                    *reinterpret_cast<const MessageHeader *>(direct_dispatch_inbox(group, group.data, source, number)),
+                    source, number, LowLatencyPath::kDirect);
+}
+
+// A word of picks that has not come yet; another one on failure. One thread.
+UCCL_EP_DEVICE_SELDOM uint64_t direct_wait_picks(const LowLatencyDispatchParameters &p, uint32_t source, uint32_t index,
+                                                 uint64_t number) {
+    const Group &group = p.group;
+    const uint64_t *header = direct_flag(group, group.rank, DirectDispatch::kRows, source, kDirectHead);
+    return direct_wait_word<DirectDispatch, PicksWord>(
+        group, DirectDispatch::kReceive, source, number,
+        direct_word<DirectDispatch>(group, group.rank, number, source, index), [&] {
+            // A call of another shape has fewer words, or none: its header says so.
+            if (device::load_acquire_system(header) >= number) direct_check_header(p, source, number);
+        });
+}
+
+// The picks of all tokens of all sources, into the block's memory. False, on some threads, on failure. The whole block.
+UCCL_EP_DEVICE bool direct_gather_picks(const LowLatencyDispatchParameters &p, const DirectPlacing &placing,
+                                        uint64_t number) {
+    const Group &group = p.group;
+    const uint32_t topk = p.shape.num_topk, of_token = PicksWord::of_token(topk);
+    const uint32_t of_source = p.shape.max_tokens * of_token, all = group.num_ranks() * of_source;
     const uint32_t threads = device::warps_per_block() * device::kWarpSize;
     const uint32_t thread = device::warp_in_block() * device::kWarpSize + device::lane();
-    const uint64_t offset = DirectDispatchInbox::of(p.shape).picks;
-    uint32_t entries = 0;
-    for (uint32_t source = 0; source < ranks; ++source) entries += placing.tokens[source] * topk;
-    constexpr uint32_t kAtOnce = 8;  // loads in flight
-    for (uint32_t base = thread; base < entries; base += kAtOnce * threads) {
-        int32_t loaded[kAtOnce];
-        UCCL_EP_UNROLL
-        for (uint32_t i = 0; i < kAtOnce; ++i) {
-            uint32_t entry = base + i * threads, source = 0;
-            loaded[i] = -1;
-            if (entry >= entries) continue;
-            while (entry >= placing.tokens[source] * topk) entry -= placing.tokens[source++] * topk;
-            loaded[i] = source == group.rank
-                            ? static_cast<int32_t>(load_index(p.topk_idx, p.index_bytes, entry))
-                            : reinterpret_cast<const int32_t *>(
-                                  group.data + group.layout.ll_dispatch_inbox(parity, source) + offset)[entry];
-        }
-        UCCL_EP_UNROLL
-        for (uint32_t i = 0; i < kAtOnce; ++i) {
-            if (base + i * threads < entries) placing.picks[base + i * threads] = static_cast<int16_t>(loaded[i]);
-        }
+    const auto load = [&](uint32_t i) {
+        const uint32_t source = i / of_source, word = i % of_source;
+        return source == group.rank
+                   ? direct_picks_word(p, word / of_token, word % of_token, number)
+                   : device::load_relaxed_system(direct_word<DirectDispatch>(group, group.rank, number, source, word));
+    };
+    constexpr uint32_t kAtOnce = 4;  // loads in flight
+    for (uint32_t base = thread; base < all; base += kAtOnce * threads) {
+        uint64_t words[kAtOnce];
+        const auto for_each = [&](auto visit) {
+            UCCL_EP_UNROLL
+            for (uint32_t i = 0; i < kAtOnce; ++i) {
+                if (base + i * threads < all) visit(base + i * threads, words[i]);
+            }
+        };
+        for_each([&](uint32_t i, uint64_t &word) { word = load(i); });
+        bool ok = true;
+        for_each([&](uint32_t i, uint64_t &word) {
+            if (PicksWord::is_of(word, number)) return;
+            word = direct_wait_picks(p, i / of_source, i % of_source, number);
+            ok = ok && PicksWord::is_of(word, number);
+        });
+        if (!ok) return false;
+        for_each([&](uint32_t i, uint64_t word) {
+            const uint32_t token = i / of_token, first = i % of_token * PicksWord::kPicks;  // of all sources
+            UCCL_EP_UNROLL
+            for (uint32_t k = 0; k < PicksWord::kPicks; ++k) {
+                if (first + k < topk) placing.picks[token * topk + first + k] = PicksWord::pick(word, k);
+            }
+        });
     }
-    return entries;
+    return true;
 }
 
 // Where the picks of token `token` of every source belong, and, once a launch, how many rows the experts of this block
@@ -153,26 +204,22 @@ UCCL_EP_DEVICE void direct_find_places(const LowLatencyDispatchParameters &p, co
         if (question < questions) {
             const uint32_t source = question / of_token, k = question % of_token;
             int32_t *out = p.picks + (uint64_t{source} * p.shape.max_tokens + token) * of_token;
-            if (token >= placing.tokens[source]) {
-                if (k < topk && device::lane() == 0) {
-                    placing.place[source * topk + k] = DirectPlacing::kNowhere;
-                    if (token < p.shape.max_tokens) out[k] = -1;
-                }
+            if (token >= p.shape.max_tokens) {  // the block has none; it counts for its experts
+                if (k < topk && device::lane() == 0) placing.place[source * topk + k] = DirectPlacing::kNowhere;
                 continue;
             }
-            uint32_t begin = 0;
-            for (uint32_t other = 0; other < source; ++other) begin += placing.tokens[other] * topk;
-            const int16_t *row = placing.picks + begin + token * topk;
+            const uint32_t before = (source * p.shape.max_tokens + token) * topk;
+            const int16_t *row = placing.picks + before;
             if (k == topk) {
-                int32_t before = 0;
+                int32_t ranks_before = 0;
                 for_each_rank_of([&](uint32_t i) { return int32_t{row[i]}; }, topk, local_experts,
-                                 [&](uint32_t rank) { before += rank < group.rank ? 1 : 0; });
-                if (device::lane() == 0) out[topk] = before;
+                                 [&](uint32_t rank) { ranks_before += rank < group.rank ? 1 : 0; });
+                if (device::lane() == 0) out[topk] = ranks_before;
                 continue;
             }
             const int32_t local = row[k] - first_expert;
             const bool here = local >= 0 && local < static_cast<int32_t>(local_experts);
-            const uint32_t place = here ? count_picks(placing.picks, 0, begin + token * topk + k, row[k]) : 0;
+            const uint32_t place = here ? count_picks(placing.picks, 0, before + k, row[k]) : 0;
             const bool fits = here && place < rows_per_expert;  // else the count of that expert is refused below
             if (device::lane() == 0) {
                 placing.place[source * topk + k] =
@@ -182,10 +229,10 @@ UCCL_EP_DEVICE void direct_find_places(const LowLatencyDispatchParameters &p, co
             continue;
         }
         const uint32_t expert = block + (question - questions) * blocks;
-        uint32_t begin = 0, sum = 0;
+        const uint32_t of_source = p.shape.max_tokens * topk;
+        uint32_t sum = 0;
         for (uint32_t source = 0; source < ranks; ++source) {
-            const uint32_t end = begin + placing.tokens[source] * topk;
-            const uint32_t rows = count_picks(placing.picks, begin, end,
+            const uint32_t rows = count_picks(placing.picks, source * of_source, (source + 1) * of_source,
                                               static_cast<int16_t>(first_expert + static_cast<int32_t>(expert)));
             if (device::lane() == 0 && p.layout_range != nullptr)
                 p.layout_range[expert * ranks + source] = static_cast<int64_t>(sum) << 32 | rows;
@@ -193,7 +240,6 @@ UCCL_EP_DEVICE void direct_find_places(const LowLatencyDispatchParameters &p, co
                 fail_difference(group, Phase::kLowLatencyDispatchReceive, source, Difference::kExpertRows, rows,
                                 p.shape.max_tokens);
             }
-            begin = end;
             sum += rows;
         }
         if (device::lane() == 0) {
@@ -205,12 +251,12 @@ UCCL_EP_DEVICE void direct_find_places(const LowLatencyDispatchParameters &p, co
 
 // Copy piece `piece` of `pieces` of a row to its places; the piece behind the last is its scales. The whole warp.
 UCCL_EP_DEVICE void direct_expand_row(const LowLatencyDispatchParameters &p, const DirectPlacing &placing,
-                                      uint32_t source, uint32_t token, uint32_t parity, uint32_t piece,
+                                      uint32_t source, uint32_t token, uint64_t number, uint32_t piece,
                                       uint32_t pieces) {
     const Group &group = p.group;
     const LowLatencyShape &shape = p.shape;
     const DirectDispatchInbox at = DirectDispatchInbox::of(shape);
-    const uint8_t *inbox = group.data + group.layout.ll_dispatch_inbox(parity, source);
+    const uint8_t *inbox = direct_dispatch_inbox(group, group.data, source, number);
     const uint64_t *place = placing.place + source * shape.num_topk;
     uint64_t *list = placing.list + device::warp_in_block() * shape.num_topk;
     device::sync_lanes();  // the list of the row before has been read
@@ -246,67 +292,37 @@ UCCL_EP_DEVICE bool direct_has_row(const DirectPlacing &placing, uint32_t topk, 
 UCCL_EP_DEVICE void direct_dispatch_receive(const LowLatencyDispatchParameters &p) {
     const Group &group = p.group;
     const LowLatencyShape &shape = p.shape;
-    constexpr Phase kPhase = Phase::kLowLatencyDispatchReceive;
     const uint32_t ranks = group.num_ranks(), topk = shape.num_topk, block = device::block_index();
     const uint32_t warp = device::warp_in_block(), warps = device::warps_per_block();
-    uint64_t *received = Counters::direct(group, LowLatencyHalf::kDispatchReceive, block);
+    uint64_t *received = Counters::direct(group, DirectDispatch::kReceived, block);
     const uint64_t number = *received + 1;
-    const uint32_t parity = static_cast<uint32_t>(number & 1);
     const DirectPlacing placing = DirectPlacing::in(device::shared_memory(), ranks, warps, topk);
-    const auto timed = [&](uint32_t source, auto wait) {
-        const bool counts = p.wait_cost != nullptr && block == 0;
-        const uint64_t start = counts ? device::now_ns() : 0;
-        const bool came = wait();
-        if (counts) p.wait_cost[source] += static_cast<int64_t>(device::now_ns() - start);
-        return came;
-    };
-    bool ok = true;
-    for (uint32_t i = warp; i < ranks; i += warps) {
-        const uint32_t source = (group.rank + i) % ranks;
-        if (device::lane() != 0) continue;
-        uint32_t tokens = p.num_tokens;
-        if (i == 0) {
-            ok = !aborted(group);
-        } else {
-            const auto *header =
-                reinterpret_cast<const MessageHeader *>(group.data + group.layout.ll_dispatch_inbox(parity, source));
-            ok = ok &&
-                 timed(source,
-                       [&] {
-                           return wait_flag(group, kPhase, DirectFlag::kDispatchRows, SignalKind::kLowLatencyDispatch,
-                                            source, kDirectHead, number);
-                       }) &&
-                 ll_check(p, *header, source, number, LowLatencyPath::kDirect);
-            tokens = ok ? header->rows : 0;
-        }
-        placing.tokens[source] = tokens;
-    }
-    if (!device::sync_block_all(ok)) return;
-    direct_gather_picks(p, placing, parity);
+    bool ok = !aborted(group) && direct_gather_picks(p, placing, number);
     const uint64_t wanted = align_up((shape.row_bytes + warps - 1) / warps, 512);
     const uint32_t pieces = static_cast<uint32_t>((shape.row_bytes + wanted - 1) / wanted);
     const uint32_t units = pieces + (shape.scale_bytes != 0 ? 1 : 0);
     for (uint32_t token = block, round = 0; token < shape.max_tokens || round == 0;
          token += device::num_blocks(), ++round) {
-        device::sync_block();  // picks are there, and places of the round before have been read
+        if (!device::sync_block_all(ok)) return;  // picks are there, and places of the round before have been read
         direct_find_places(p, placing, token, round == 0);
         device::sync_block();
         for (uint32_t unit = warp; unit < units; unit += warps)
-            direct_expand_row(p, placing, group.rank, token, parity, unit, pieces);
+            direct_expand_row(p, placing, group.rank, token, number, unit, pieces);
         for (uint32_t i = warp + 1; i < ranks; i += warps) {
+            if (device::lane() != 0) continue;
             const uint32_t source = (group.rank + i) % ranks;
-            if (device::lane() != 0 || !direct_has_row(placing, topk, source)) continue;
-            ok = ok && timed(source, [&] {
-                     return wait_flag(group, kPhase, DirectFlag::kDispatchRows, SignalKind::kLowLatencyDispatch, source,
-                                      block, number);
-                 });
+            const bool timed = p.wait_cost != nullptr && block == 0;
+            const uint64_t start = timed ? device::now_ns() : 0;
+            if (round == 0) ok = ok && direct_check_header(p, source, number);
+            if (direct_has_row(placing, topk, source))
+                ok = ok && direct_wait_rows<DirectDispatch>(group, source, block, number);
+            if (timed) p.wait_cost[source] += static_cast<int64_t>(device::now_ns() - start);
         }
         if (!device::sync_block_all(ok)) return;
         for (uint32_t item = warp; item < (ranks - 1) * units; item += warps) {
-            direct_expand_row(p, placing, (group.rank + 1 + item / units) % ranks, token, parity, item % units, pieces);
+            direct_expand_row(p, placing, (group.rank + 1 + item / units) % ranks, token, number, item % units, pieces);
         }
     }
-    direct_raise(group, DirectFlag::kDispatchRead, number);
     if (warp == 0 && device::lane() == 0) *received = number;
 }
 

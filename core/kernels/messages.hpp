@@ -116,46 +116,39 @@ struct LowLatencyRows {
     }
 };
 
-// A direct low-latency dispatch: where a rank finds what a rank of its domain wrote into its inbox. The head comes first:
-// a header, and the picks of all tokens, from which each receiver works out where rows go. A token's row has the
-// place that its index says, so that no sender numbers anything.
+// A direct low-latency dispatch: where a rank finds what a rank of its domain wrote into its inbox, behind the header. A
+// token's row has the place that its index says, so that no sender numbers anything: each receiver works out from the
+// picks, which come as words (DirectWords), where rows go.
 struct DirectDispatchInbox {
-    uint64_t picks, payload, scales, end;  // byte offsets
+    uint64_t payload, scales, end;  // byte offsets
 
-    UCCL_EP_DEVICE static DirectDispatchInbox of(uint64_t max_tokens, uint64_t row_bytes, uint64_t scale_bytes,
-                                                 uint64_t num_topk) {
-        DirectDispatchInbox at;
-        at.picks = sizeof(MessageHeader);  // int32 [tokens, topk] global expert indices
-        at.payload = align_up(at.picks + max_tokens * num_topk * 4, 64);
-        at.scales = align_up(at.payload + max_tokens * row_bytes, 16);
-        at.end = align_up(at.scales + max_tokens * scale_bytes, 64);
-        return at;
-    }
     UCCL_EP_DEVICE static DirectDispatchInbox of(const LowLatencyShape &shape) {
-        return of(shape.max_tokens, shape.row_bytes, shape.scale_bytes, shape.num_topk);
+        DirectDispatchInbox at;
+        at.payload = sizeof(MessageHeader);
+        at.scales = align_up(at.payload + uint64_t{shape.max_tokens} * shape.row_bytes, 16);
+        at.end = align_up(at.scales + uint64_t{shape.max_tokens} * shape.scale_bytes, 64);
+        return at;
     }
 };
 
-// A direct low-latency combine: what comes home to a rank, and the weights that it sent out before. A token has as many
-// sums as ranks that it went to, one a place, in the order of ranks.
+// A direct low-latency combine: what comes home to a rank. A token has as many sums as ranks that it went to, one a
+// place, in the order of ranks.
 struct DirectCombineInbox {
-    uint64_t weights_bytes;  // of a source rank; float32 [tokens, topk]
-    uint64_t sums, sum_bytes, places, end;
+    uint64_t sum_bytes, places, end;
 
     UCCL_EP_DEVICE static DirectCombineInbox of(uint64_t num_ranks, uint64_t max_tokens, uint64_t hidden,
                                                 uint64_t accumulator_bytes, uint64_t num_topk) {
         DirectCombineInbox at;
-        at.weights_bytes = align_up(max_tokens * num_topk * 4, 64);
-        at.sums = num_ranks * at.weights_bytes;
         at.sum_bytes = align_up(hidden * accumulator_bytes, 64);
         at.places = num_topk < num_ranks ? num_topk : num_ranks;
-        at.end = at.sums + max_tokens * at.places * at.sum_bytes;
+        at.end = max_tokens * at.places * at.sum_bytes;
         return at;
     }
     UCCL_EP_DEVICE static DirectCombineInbox of(const LowLatencyShape &shape, uint32_t num_ranks) {
         const bool wide = shape.payload_type == static_cast<uint32_t>(PayloadType::kFloat64);
         return of(num_ranks, shape.max_tokens, shape.hidden, wide ? 8 : 4, shape.num_topk);
     }
+    UCCL_EP_DEVICE uint64_t sum(uint64_t token, uint64_t place) const { return (token * places + place) * sum_bytes; }
 };
 
 }  // namespace uccl_ep

@@ -240,7 +240,7 @@ class StreamSender {
     Team team_;
     uint64_t sent_;
     uint64_t used_ = 0;               // the leader: slots with a ticket below
-    uint64_t tickets_[kMaxSlots];     // the leader: command that last read each outbox slot
+    uint64_t tickets_[kMaxSlots]{};   // the leader: command that last read each outbox slot
 };
 
 UCCL_EP_DEVICE const uint8_t *slot_at(const Group &group, const StreamPlace &place, uint64_t number) {

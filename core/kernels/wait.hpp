@@ -20,7 +20,7 @@ UCCL_EP_DEVICE ControlHeader *control_header(const Group &group) {
 }
 
 // One thread records the first failure of this launch and ends all other waits of this rank.
-UCCL_EP_DEVICE void fail(const Group &group, Reason reason, const Awaited &awaited, uint64_t seen,
+UCCL_EP_DEVICE_SELDOM void fail(const Group &group, Reason reason, const Awaited &awaited, uint64_t seen,
                          uint64_t elapsed_ns) {
     KernelStatus *status = group.status;
     if (device::compare_exchange_system(&status->failed, 0, 1)) {
@@ -137,6 +137,15 @@ UCCL_EP_DEVICE bool wait_at_least(const Group &group, const Awaited &awaited, Re
     return true;
 }
 
+UCCL_EP_DEVICE_SELDOM bool wait_for_word(const Group &group, const Awaited &awaited, const uint64_t *address) {
+    return wait_at_least(group, awaited, [address] { return device::load_acquire_system(address); });
+}
+
+// The same of a word that others store, acquired. What is there already costs one look.
+UCCL_EP_DEVICE bool wait_at_least(const Group &group, const Awaited &awaited, const uint64_t *address) {
+    return device::load_acquire_system(address) >= awaited.expected || wait_for_word(group, awaited, address);
+}
+
 // Where a rank of my domain (or this one) keeps a signal that a rank of the domain raises.
 UCCL_EP_DEVICE uint64_t *local_signal(const Group &group, uint32_t owner, uint32_t index) {
     return reinterpret_cast<uint64_t *>(group.peer_data[owner] + group.layout.local_signal_offset(index));
@@ -148,7 +157,7 @@ UCCL_EP_DEVICE bool wait_signal_of(const Group &group, uint32_t raiser, const Aw
         group.is_local(raiser)
             ? local_signal(group, group.rank, awaited.signal)
             : reinterpret_cast<const uint64_t *>(group.control + group.layout.signal_offset(awaited.signal));
-    return wait_at_least(group, awaited, [address] { return device::load_acquire_system(address); });
+    return wait_at_least(group, awaited, address);
 }
 
 // Wait for a signal that `awaited.peer` raises for me; called by one thread.

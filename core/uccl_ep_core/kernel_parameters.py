@@ -37,6 +37,21 @@ class Quantization(IntEnum):
     FLOAT8_EXPONENT = 3
 
 
+_PARTS_OF_THE_DATA_WINDOW = (
+    "rail_rings",
+    "forward_rings",
+    "direct_outboxes",
+    "rail_outboxes",
+    "ll_dispatch_inboxes",
+    "ll_combine_inboxes",
+    "ll_combine_outboxes",
+    "local_signals",
+    "direct_flags",
+    "direct_word_table",
+    "data_end",
+)
+
+
 class LayoutStruct(ctypes.Structure):
     _fields_ = [
         ("num_ranks", c_uint32),
@@ -49,6 +64,7 @@ class LayoutStruct(ctypes.Structure):
         ("ll_outbox_bytes", c_uint64),
         ("has_remote", c_uint32),
         ("reserved", c_uint32),
+        *((name, c_uint64) for name in _PARTS_OF_THE_DATA_WINDOW),
     ]
 
 

@@ -9,7 +9,7 @@ from ..communicator import Communicator
 
 PACKED, DIRECT = "packed", "direct"
 
-DIRECT_PICKS = 16384
+DIRECT_PICKS = int(kernels.DIRECT_PICKS)
 """Most picks of all ranks on the direct path: each block reads them all, and looks through them for each of its own."""
 MOST_DIRECT_EXPERTS = 32767
 """A block keeps picks as int16."""
@@ -44,8 +44,8 @@ class DirectPath:
         accumulator_bytes = 8 if shape.payload_type == PayloadType.FLOAT64 else 4
         sums = kernels.direct_combine_bytes(ranks, shape.max_tokens, shape.hidden, accumulator_bytes, shape.num_topk)
         shared = max(self.placing_bytes(), self.terms_bytes())
-        # The inboxes of a dispatch need no look: picks and rows take no more than the full packed message that
-        # `LowLatencyCapacity.require` has let in, which has two words a pick and one a row beside the rows.
+        # The inboxes of a dispatch need no look: rows take no more than the full packed message that
+        # `LowLatencyCapacity.require` has let in.
         if communicator.layout.has_remote:
             return "a rank is reached through a transport"
         if masked:

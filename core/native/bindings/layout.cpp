@@ -70,39 +70,39 @@ void bind_layout(py::module_ &module) {
                  layout.ll_combine_bytes = ll_combine_bytes;
                  layout.ll_outbox_bytes = ll_outbox_bytes;
                  layout.has_remote = has_remote ? 1 : 0;
+                 layout.arrange();
                  return layout;
              }),
              py::kw_only(), py::arg("num_ranks"), py::arg("ranks_per_domain"), py::arg("num_channels"),
              py::arg("num_slots"), py::arg("slot_bytes"), py::arg("ll_dispatch_bytes") = 0,
              py::arg("ll_combine_bytes") = 0, py::arg("ll_outbox_bytes") = 0, py::arg("has_remote") = false)
-        .def_readwrite("num_ranks", &Layout::num_ranks)
-        .def_readwrite("ranks_per_domain", &Layout::ranks_per_domain)
-        .def_readwrite("num_channels", &Layout::num_channels)
-        .def_readwrite("num_slots", &Layout::num_slots)
-        .def_readwrite("slot_bytes", &Layout::slot_bytes)
-        .def_readwrite("ll_dispatch_bytes", &Layout::ll_dispatch_bytes)
-        .def_readwrite("ll_combine_bytes", &Layout::ll_combine_bytes)
-        .def_readwrite("ll_outbox_bytes", &Layout::ll_outbox_bytes)
-        .def_property(
-            "has_remote", [](const Layout &layout) { return layout.has_remote != 0; },
-            [](Layout &layout, bool value) { layout.has_remote = value ? 1 : 0; })
+        .def_readonly("num_ranks", &Layout::num_ranks)
+        .def_readonly("ranks_per_domain", &Layout::ranks_per_domain)
+        .def_readonly("num_channels", &Layout::num_channels)
+        .def_readonly("num_slots", &Layout::num_slots)
+        .def_readonly("slot_bytes", &Layout::slot_bytes)
+        .def_readonly("ll_dispatch_bytes", &Layout::ll_dispatch_bytes)
+        .def_readonly("ll_combine_bytes", &Layout::ll_combine_bytes)
+        .def_readonly("ll_outbox_bytes", &Layout::ll_outbox_bytes)
+        .def_property_readonly("has_remote", [](const Layout &layout) { return layout.has_remote != 0; })
         .def("num_domains", &Layout::num_domains)
         .def("ring_bytes", &Layout::ring_bytes)
         .def("direct_ring", &Layout::direct_ring, py::arg("source"), py::arg("channel"))
-        .def("rail_base", &Layout::rail_base)
         .def("rail_ring", &Layout::rail_ring, py::arg("source_domain"), py::arg("channel"))
-        .def("forward_base", &Layout::forward_base)
         .def("forward_ring", &Layout::forward_ring, py::arg("source"), py::arg("channel"))
-        .def("direct_outbox_base", &Layout::direct_outbox_base)
         .def("direct_outbox", &Layout::direct_outbox, py::arg("destination"), py::arg("channel"))
-        .def("rail_outbox_base", &Layout::rail_outbox_base)
         .def("rail_outbox", &Layout::rail_outbox, py::arg("destination_domain"), py::arg("channel"))
-        .def("ll_dispatch_inbox_base", &Layout::ll_dispatch_inbox_base)
         .def("ll_dispatch_inbox", &Layout::ll_dispatch_inbox, py::arg("parity"), py::arg("source"))
         .def("ll_dispatch_outbox", &Layout::ll_dispatch_outbox, py::arg("parity"), py::arg("destination"))
-        .def("ll_combine_inbox_base", &Layout::ll_combine_inbox_base)
         .def("ll_combine_inbox", &Layout::ll_combine_inbox, py::arg("parity"))
         .def("ll_combine_outbox", &Layout::ll_combine_outbox, py::arg("parity"))
+        .def("direct_words", &Layout::direct_words)
+        .def(
+            "direct_word_offset",
+            [](const Layout &layout, uint32_t kind, uint32_t parity, uint32_t source, uint32_t index) {
+                return layout.direct_word_offset(static_cast<DirectWords>(kind), parity, source, index);
+            },
+            py::arg("kind"), py::arg("parity"), py::arg("source"), py::arg("index"))
         .def("data_bytes", &Layout::data_bytes)
         .def_static("header_offset", &Layout::header_offset)
         .def_static("verdict_offset", &Layout::verdict_offset, py::arg("reporter"))

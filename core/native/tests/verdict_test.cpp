@@ -34,6 +34,7 @@ struct Domain {
         layout.num_channels = 1;
         layout.num_slots = 1;
         layout.slot_bytes = 64;
+        layout.arrange();
         std::vector<uint64_t> pointers;
         for (uint32_t i = 0; i < num_ranks; ++i) {
             memory.push_back(SharedMemory::create(layout.control_bytes(), false));

@@ -8,6 +8,8 @@
 #define UCCL_EP_MAX_THREADS 384
 
 #define UCCL_EP_DEVICE __device__ __forceinline__
+// What is seldom called stays out of line, and out of the way of the instructions that always run.
+#define UCCL_EP_DEVICE_SELDOM static __device__ __noinline__
 #define UCCL_EP_UNROLL _Pragma("unroll")
 // An entry point: the parameter struct stays in constant memory, and a block sets up its staging first
 // and leaves nothing in flight, whichever way the body returns.

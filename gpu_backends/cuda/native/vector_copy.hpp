@@ -38,7 +38,8 @@ __device__ __forceinline__ void copy_pieces(uint8_t *destination, const uint8_t 
     for (; i < count; i += 32) to[i] = from[i];
 }
 
-__device__ __forceinline__ void vector_copy(uint8_t *destination, const uint8_t *source, uint64_t bytes) {
+// Not inlined: it is long, and what calls it from many places wants it seldom.
+static __device__ __noinline__ void vector_copy(uint8_t *destination, const uint8_t *source, uint64_t bytes) {
     const uint64_t to = reinterpret_cast<uint64_t>(destination), from = reinterpret_cast<uint64_t>(source);
     const uint64_t difference = to ^ from;
     if ((difference & 15) == 0) {

@@ -16,6 +16,7 @@
 #define UCCL_EP_HIP_SHARED __attribute__((shared))
 // Also for the CPU side, which is never compiled, because functions there call shared ones.
 #define UCCL_EP_DEVICE __attribute__((host)) UCCL_EP_HIP_DEVICE inline __attribute__((always_inline))
+#define UCCL_EP_DEVICE_SELDOM UCCL_EP_DEVICE  // a call would cost the caller registers and a stack
 #define UCCL_EP_UNROLL _Pragma("unroll")
 // An entry point. The parameters are read where the launch put them: through a reference to a by-value
 // argument each thread would copy them to its stack first.

@@ -15,6 +15,7 @@
 #include "stream_copy.hpp"
 
 #define UCCL_EP_DEVICE inline
+#define UCCL_EP_DEVICE_SELDOM UCCL_EP_DEVICE  // the compiler knows best
 // Before a loop of a few constant rounds whose loads should be in flight together.
 #define UCCL_EP_UNROLL
 // An entry point: a kernel takes one parameter struct.

@@ -51,14 +51,22 @@ enum class SignalKind : uint32_t {
 // A flag's value is the number of the operation; it only grows.
 enum class DirectFlag : uint32_t {
     kDispatchRows = 0,  // its rows of this dispatch are written
-    kDispatchRead = 1,  // it has read my rows of this dispatch
+    kDispatchRead = 1,  // all its blocks have read my rows, and words, of this dispatch
     kCombineRows = 2,
     kCombineRead = 3,
     kCount = 4,
 };
 inline constexpr uint32_t kDirectBlocks = 256;  // most blocks of a direct low-latency kernel
-inline constexpr uint32_t kDirectHead = kDirectBlocks;  // the "block" whose rows are what all blocks read first
+inline constexpr uint32_t kDirectHead = kDirectBlocks;  // the "block" whose rows are the header of a dispatch
 inline constexpr uint32_t kDirectFlags = kDirectBlocks + 8;  // of a kind and a rank: whole cache lines
+
+// Words of 8 bytes that direct low-latency kernels send ahead of rows; each says of which operation it is.
+enum class DirectWords : uint32_t {
+    kPicks = 0,    // of a dispatch
+    kWeights = 1,  // of a combine
+    kCount = 2,
+};
+inline constexpr uint32_t kDirectPicks = 16384;  // most picks of all ranks in a direct operation
 
 // A verdict: which rank failed, in the words of the rank that noticed. Written by rank w into entry w
 // of every peer's control window, `state` last.
@@ -141,67 +149,79 @@ struct Layout {
     uint32_t has_remote;  // 1: some peer is reached through a transport, outboxes exist
     uint32_t reserved;
 
+    // Where the parts of the data window begin, in bytes: what arrange() makes of the above. Kept, since a kernel that
+    // worked it out at each address would run a hundred instructions for one that it wants.
+    uint64_t rail_rings, forward_rings, direct_outboxes, rail_outboxes;
+    uint64_t ll_dispatch_inboxes, ll_combine_inboxes, ll_combine_outboxes;
+    uint64_t local_signals, direct_flags, direct_word_table, data_end;
+
+    // To be called when everything above it is chosen.
+    UCCL_EP_DEVICE void arrange() {
+        const uint64_t ring = ring_bytes() * num_channels, ranks = num_ranks;
+        const uint64_t other_domains = num_domains() > 1 ? num_domains() : 0, remote = has_remote;
+        const bool direct = has_remote == 0 && ll_dispatch_bytes != 0;
+        rail_rings = ranks * ring;
+        forward_rings = rail_rings + other_domains * ring;
+        direct_outboxes = forward_rings + (other_domains != 0 ? ranks : 0) * ring;
+        rail_outboxes = direct_outboxes + remote * ranks * ring;
+        ll_dispatch_inboxes = rail_outboxes + remote * num_domains() * ring;
+        ll_combine_inboxes = ll_dispatch_inboxes + (2 + 2 * remote) * ranks * ll_dispatch_bytes;
+        ll_combine_outboxes = ll_combine_inboxes + 2 * ll_combine_bytes;
+        local_signals = align_up(ll_combine_outboxes + 2 * ll_outbox_bytes, kCacheLine);
+        direct_flags = local_signals + num_signals() * uint64_t{kCacheLine};
+        direct_word_table = direct ? direct_flag_offset(DirectFlag::kCount, 0, 0) : direct_flags;
+        data_end = align_up(direct ? direct_word_offset(DirectWords::kCount, 0, 0, 0) : direct_flags, 4096);
+    }
+
     UCCL_EP_DEVICE uint32_t num_domains() const { return num_ranks / ranks_per_domain; }
     UCCL_EP_DEVICE uint64_t ring_bytes() const { return num_slots * slot_bytes; }
 
     // ---- data window ----
-    UCCL_EP_DEVICE uint64_t direct_ring(uint32_t source, uint32_t channel) const {
-        return (uint64_t{source} * num_channels + channel) * ring_bytes();
+    UCCL_EP_DEVICE uint64_t ring(uint64_t peer, uint32_t channel) const {
+        return (peer * num_channels + channel) * ring_bytes();
     }
-    UCCL_EP_DEVICE uint64_t rail_base() const { return uint64_t{num_ranks} * num_channels * ring_bytes(); }
+    UCCL_EP_DEVICE uint64_t direct_ring(uint32_t source, uint32_t channel) const { return ring(source, channel); }
     UCCL_EP_DEVICE uint64_t rail_ring(uint32_t source_domain, uint32_t channel) const {
-        return rail_base() + (uint64_t{source_domain} * num_channels + channel) * ring_bytes();
-    }
-    UCCL_EP_DEVICE uint64_t forward_base() const {
-        return rail_base() + (num_domains() > 1 ? uint64_t{num_domains()} * num_channels * ring_bytes() : 0);
+        return rail_rings + ring(source_domain, channel);
     }
     UCCL_EP_DEVICE uint64_t forward_ring(uint32_t source, uint32_t channel) const {
-        return forward_base() + (uint64_t{source} * num_channels + channel) * ring_bytes();
-    }
-    UCCL_EP_DEVICE uint64_t direct_outbox_base() const {
-        return forward_base() + (num_domains() > 1 ? uint64_t{num_ranks} * num_channels * ring_bytes() : 0);
+        return forward_rings + ring(source, channel);
     }
     UCCL_EP_DEVICE uint64_t direct_outbox(uint32_t destination, uint32_t channel) const {
-        return direct_outbox_base() + (uint64_t{destination} * num_channels + channel) * ring_bytes();
-    }
-    UCCL_EP_DEVICE uint64_t rail_outbox_base() const {
-        return direct_outbox_base() + (has_remote ? uint64_t{num_ranks} * num_channels * ring_bytes() : 0);
+        return direct_outboxes + ring(destination, channel);
     }
     UCCL_EP_DEVICE uint64_t rail_outbox(uint32_t destination_domain, uint32_t channel) const {
-        return rail_outbox_base() + (uint64_t{destination_domain} * num_channels + channel) * ring_bytes();
-    }
-    UCCL_EP_DEVICE uint64_t ll_dispatch_inbox_base() const {
-        return rail_outbox_base() + (has_remote ? uint64_t{num_domains()} * num_channels * ring_bytes() : 0);
+        return rail_outboxes + ring(destination_domain, channel);
     }
     UCCL_EP_DEVICE uint64_t ll_dispatch_inbox(uint32_t parity, uint32_t source) const {
-        return ll_dispatch_inbox_base() + (uint64_t{parity} * num_ranks + source) * ll_dispatch_bytes;
+        return ll_dispatch_inboxes + (parity * num_ranks + source) * ll_dispatch_bytes;
     }
     UCCL_EP_DEVICE uint64_t ll_dispatch_outbox(uint32_t parity, uint32_t destination) const {
-        return ll_dispatch_inbox_base() + (uint64_t{2 + parity} * num_ranks + destination) * ll_dispatch_bytes;
-    }
-    UCCL_EP_DEVICE uint64_t ll_combine_inbox_base() const {
-        return ll_dispatch_inbox_base() + (has_remote ? 4 : 2) * uint64_t{num_ranks} * ll_dispatch_bytes;
+        return ll_dispatch_inboxes + ((2 + parity) * num_ranks + destination) * ll_dispatch_bytes;
     }
     UCCL_EP_DEVICE uint64_t ll_combine_inbox(uint32_t parity) const {
-        return ll_combine_inbox_base() + parity * ll_combine_bytes;
+        return ll_combine_inboxes + parity * ll_combine_bytes;
     }
     UCCL_EP_DEVICE uint64_t ll_combine_outbox(uint32_t parity) const {
-        return ll_combine_inbox_base() + 2 * ll_combine_bytes + parity * ll_outbox_bytes;
+        return ll_combine_outboxes + parity * ll_outbox_bytes;
     }
     // Signals that ranks of the same scale-up domain raise for each other: beside the payload, so that a GPU
     // polls its own memory. Those that a proxy raises lie in the control window, in host memory.
     UCCL_EP_DEVICE uint64_t local_signal_offset(uint32_t index) const {
-        return align_up(ll_combine_outbox(2), kCacheLine) + uint64_t{index} * kCacheLine;
+        return local_signals + uint64_t{index} * kCacheLine;
     }
     UCCL_EP_DEVICE uint64_t direct_flag_offset(DirectFlag flag, uint32_t peer, uint32_t block) const {
-        return local_signal_offset(num_signals()) +
-               ((uint64_t{static_cast<uint32_t>(flag)} * num_ranks + peer) * kDirectFlags + block) * 8;
+        return direct_flags + ((static_cast<uint32_t>(flag) * num_ranks + peer) * kDirectFlags + block) * uint64_t{8};
     }
-    UCCL_EP_DEVICE uint64_t data_bytes() const {
-        const bool direct = has_remote == 0 && ll_dispatch_bytes != 0;
-        return align_up(direct ? direct_flag_offset(DirectFlag::kCount, 0, 0) : local_signal_offset(num_signals()),
-                        4096);
+    // Words of a kind and a parity that a rank has from each other rank: a pick takes one or less.
+    UCCL_EP_DEVICE uint32_t direct_words() const { return kDirectPicks / num_ranks; }
+    // Nothing else ever lies there: what another shape, or a packed message, left could pass for a word.
+    UCCL_EP_DEVICE uint64_t direct_word_offset(DirectWords kind, uint32_t parity, uint32_t source,
+                                               uint32_t index) const {
+        const uint32_t table = (static_cast<uint32_t>(kind) * 2 + parity) * num_ranks + source;
+        return direct_word_table + (table * direct_words() + index) * uint64_t{8};
     }
+    UCCL_EP_DEVICE uint64_t data_bytes() const { return data_end; }
 
     // ---- control window ----
     UCCL_EP_DEVICE static constexpr uint64_t header_offset() { return 0; }
