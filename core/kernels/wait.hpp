@@ -21,7 +21,7 @@ UCCL_EP_DEVICE ControlHeader *control_header(const Group &group) {
 
 // One thread records the first failure of this launch and ends all other waits of this rank.
 UCCL_EP_DEVICE_SELDOM void fail(const Group &group, Reason reason, const Awaited &awaited, uint64_t seen,
-                         uint64_t elapsed_ns) {
+                                uint64_t elapsed_ns) {
     KernelStatus *status = group.status;
     if (device::compare_exchange_system(&status->failed, 0, 1)) {
         status->verdict.culprit = awaited.peer;
