@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from uccl_ep import Buffer
 from uccl_ep.bench import channel, ep, gpu, gpu_systems, ordering, records, transport
@@ -75,6 +77,31 @@ def open_absent(run: gpu_systems.Run) -> gpu_systems.Factory:
     raise ImportError("libabsent.so.1: cannot open shared object file")
 
 
+class OneSided:
+    """Refuses on rank 1 alone, while the others are inside it and wait: ``when`` it is opened, made, or called."""
+
+    name = "one-sided"
+
+    def __init__(self, run: gpu_systems.Run, when: str, now: str) -> None:
+        self.run, self.when = run, when
+        self.meet(now)
+
+    def meet(self, now: str) -> None:
+        if now != self.when:
+            return
+        if dist.get_rank() == 1:
+            raise RuntimeError(f"no such thing when {now}")
+        dist.barrier(self.run.group)
+
+    def calls(self) -> dict[str, Callable[[], None]]:
+        return {"dispatch bf16": lambda: self.meet("called")}
+
+
+def open_one_sided(when: str, run: gpu_systems.Run) -> gpu_systems.Factory:
+    OneSided(run, when, "opened")
+    return lambda case, data: OneSided(run, when, "made")
+
+
 class Particular:
     """Like DeepEP's: the signals of low latency must be cleaned for each shape, and after high-throughput kernels."""
 
@@ -123,6 +150,24 @@ def test_bench_of_gpus_goes_on_without_a_system_that_refuses() -> None:
         for other in ("gloo all_to_all", "particular"):
             assert any(r.metric == f"combine bf16, call, {other}" for r in rows), left_out
     records.show(found)
+
+
+def test_bench_of_gpus_goes_on_without_a_system_that_refuses_on_one_rank() -> None:
+    one_sided = {when: partial(open_one_sided, when) for when in ("opened", "made", "called")}
+    rivals = {"all_to_all": gpu_systems.all_to_all, **one_sided}
+    case = Case("high throughput", 8, 64, 2, 18)
+    found = gpu.run([case], ranks=3, iterations=1, device="cpu", rivals=rivals, patience_s=0.5)
+    left_out = {r.metric: r.note for r in found if r.note}
+    for when in one_sided:
+        assert f"RuntimeError: no such thing when {when}" in left_out[f"left out: {when}"], left_out
+        assert "refused on rank 1" in left_out[f"left out: {when}"]
+    assert any(r.metric == "combine bf16, call, gloo all_to_all" for r in found)
+
+
+def test_bench_picks_more_experts_than_the_size_hint_counts_on() -> None:
+    cases = [Case("low latency", 2, 8, 40, 80), Case("low latency", 3, 256, 1, 2)]
+    assert len(ep.run(cases, ranks=2, iterations=1)) == 2 * len(ep.run(cases[:1], ranks=2, iterations=1))
+    assert gpu.run(cases, ranks=2, iterations=1, device="cpu", rivals={})
 
 
 def test_skewed_routing_gives_a_quarter_to_one_expert() -> None:
@@ -174,6 +219,7 @@ def test_bench_ordering_compares_plans_on_one_transport(tmp_path: Path) -> None:
         (ep.main, "--device cpu --num-sms 24", ["--num-sms", "--device cuda"]),
         (ep.main, "--iterations 0", ["--iterations", "at least 1"]),
         (ep.main, "--ranks 0", ["--ranks", "at least 1"]),
+        (ep.main, "--device cpu --ranks 100000", ["--ranks", "100000", "at most"]),
         (ep.main, "--tokens -1", ["--tokens", "at least 0"]),
         (ep.main, "--hidden 0", ["--hidden", "at least 1"]),
         (ep.main, "--topk 0", ["--topk", "at least 1"]),

@@ -53,10 +53,49 @@ def test_configurations() -> None:
     try:
         Buffer.set_num_sms(24)
         assert Buffer.num_sms == 24 == Buffer.get_dispatch_config(8).num_sms
-        with pytest.raises(ArgumentError, match="even"):
-            Buffer.set_num_sms(7)
+        for bad, would in ((7, 6), (0, 2), (1, 2), (-1, 2), (-8, 2), (4098, 4096), (10**9, 4096)):
+            with pytest.raises(ArgumentError, match=f"= {bad}: must .*, use (0 or more|{would})$"):
+                Buffer.set_num_sms(bad)
+        for no_int in (24.0, "24", None):
+            with pytest.raises(ArgumentError, match="must be an int"):
+                Buffer.set_num_sms(no_int)  # type: ignore[arg-type]
+        assert Buffer.num_sms == 24 == Buffer._most_sms
+        Buffer.set_num_sms(4096)
     finally:
         Buffer.num_sms, Buffer._most_sms = before
+
+
+def negative_hints(ctx: Context) -> None:
+    """Refused by every call that takes one, and nothing sent: the calls after it are as if it had not been."""
+    buffer, elastic = ctx.new_buffer(), ElasticBuffer(ctx.group, 1 << 20, num_max_tokens_per_rank=4)
+    x, ids = torch.ones(2, 8, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, -1]])
+    received, _, _, handle, _ = elastic.dispatch(x, topk_idx=ids, num_experts=2)
+    calls = {
+        "dispatch": lambda **hint: elastic.dispatch(x, topk_idx=ids, num_experts=2, **hint),
+        "cached dispatch": lambda **hint: elastic.dispatch(x, handle=handle, **hint),
+        "combine": lambda **hint: elastic.combine(received, handle, **hint),
+    }
+    for call in calls.values():
+        for hint in ("num_sms", "num_qps"):
+            with pytest.raises(ArgumentError, match=f"{hint} = -1: must not be negative, use 0 or more"):
+                call(**{hint: -1})
+        call(num_sms=4096, num_qps=1)
+    with pytest.raises(ArgumentError, match="num_sms = -1"):
+        elastic.get_theoretical_num_qps(-1)
+    _, _, ll_handle, _, _ = buffer.low_latency_dispatch(x, ids, 4, 2, use_fp8=False)
+    y, weights = torch.zeros(2, 4, 8, dtype=torch.bfloat16), torch.ones(2, 2)
+    with pytest.raises(ArgumentError, match="num_sms = -1: must not be negative, use 0 or more"):
+        buffer.low_latency_combine(y, ids, weights, ll_handle, num_sms=-1)
+    buffer.low_latency_combine(y, ids, weights, ll_handle, num_sms=3)
+    buffer.destroy()
+    elastic.destroy()
+
+
+def test_hints_below_zero_are_refused(pool: RankPool) -> None:
+    pool.run(negative_hints, ranks=1)
+    for name in ("num_sms", "num_max_nvl_chunked_send_tokens", "num_max_rdma_chunked_recv_tokens"):
+        with pytest.raises(ArgumentError, match=f"{name} = -1"):
+            Config(**{name: -1})
 
 
 def construction(ctx: Context) -> None:

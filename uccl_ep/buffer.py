@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from uccl_ep_core.errors import ArgumentError
+from uccl_ep_core.options import GENERAL_OPTIONS
 
 from . import high_throughput
 from .bootstrap import make_bootstrap
@@ -116,9 +117,12 @@ class Buffer(LowLatencyCalls):
 
         Never called: all. The option ``num_sms`` of a buffer goes before it. Results never depend on it.
         """
-        if new_num_sms <= 0 or new_num_sms % 2:
+        check_sizes(num_sms=new_num_sms)
+        most = int(GENERAL_OPTIONS["num_sms"].maximum or 0)
+        if not 0 < new_num_sms <= most or new_num_sms % 2:
             raise ArgumentError(
-                f"num_sms = {new_num_sms}: must be even and positive, use {max(2, new_num_sms // 2 * 2)}"
+                f"num_sms = {new_num_sms}: must be even and positive, {most} at most, "
+                f"use {min(most, max(2, new_num_sms // 2 * 2))}"
             )
         Buffer.num_sms = Buffer._most_sms = new_num_sms
 

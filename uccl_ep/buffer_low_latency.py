@@ -14,6 +14,7 @@ from .events import EventOverlap
 from .group_buffer import GroupBuffer, Payload, event_if, join_payload
 from .low_latency.capacity import LowLatencyCapacity
 from .low_latency.mode import LowLatency
+from .tensors import check_sizes
 
 
 def _refuse(**arguments: Any) -> None:
@@ -139,7 +140,7 @@ class LowLatencyCalls(GroupBuffer):
         Args:
             x: [L, num_ranks * max, hidden] expert outputs, rows as received, of the dtype of dispatch's x.
             topk_idx: this rank's own indices, as given to dispatch.
-            topk_weights: float32 [num_tokens, topk].
+            topk_weights: float32 [num_tokens, topk]; unchanged until the hook was called.
             zero_copy: x is `get_next_low_latency_combine_buffer`'s memory, which the send reads in place.
             out: [num_tokens, hidden] to write into.
             return_recv_hook: return after the send half; ``hook()`` receives and sums.
@@ -150,6 +151,7 @@ class LowLatencyCalls(GroupBuffer):
         """
         _refuse(use_logfmt=use_logfmt, overlap=overlap, block_m=block_m, threshold=threshold)
         _refuse(src_signal_expect_value=src_signal_expect_value)
+        check_sizes(num_sms=num_sms)
         for name, value in (
             ("packed_recv_count", packed_recv_count),
             ("comp_signal", comp_signal),

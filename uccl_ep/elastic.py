@@ -181,6 +181,7 @@ class ElasticBuffer(GroupBuffer):
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """Lanes of the transport in use: one for each proxy thread, or 1 where none is needed."""
+        check_sizes(num_sms=num_sms)
         return max(1, self._communicator.num_rings and self._communicator.general.num_proxies)
 
     @staticmethod
@@ -252,6 +253,7 @@ class ElasticBuffer(GroupBuffer):
         Raises:
             ArgumentError: before any communication.
         """
+        check_sizes(num_sms=num_sms, num_qps=num_qps)
         wait_for(previous_event)
         payload, scales = split_payload(x, "scale factors")
         if do_zero_padding and not do_expand:
@@ -339,6 +341,7 @@ class ElasticBuffer(GroupBuffer):
         Returns:
             (out [num_tokens, hidden], weights [num_tokens, topk] or None, event).
         """
+        check_sizes(num_sms=num_sms, num_qps=num_qps)
         wait_for(previous_event)
         wait_for(previous_event_before_epilogue)
         routes = self._check_handle(handle).routes

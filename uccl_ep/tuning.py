@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from .tensors import check_sizes
+
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Config:
@@ -36,6 +38,7 @@ class Config:
             ("num_max_rdma_chunked_send_tokens", num_max_rdma_chunked_send_tokens),
             ("num_max_rdma_chunked_recv_tokens", num_max_rdma_chunked_recv_tokens),
         ):
+            check_sizes(**{name: value})
             object.__setattr__(self, name, value)
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:

@@ -102,6 +102,31 @@ def test_command_says_why_it_cannot_run(capsys: pytest.CaptureFixture[str]) -> N
     assert "NAME=VALUE" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("transport", "words"), [
+    ("closed_doors:NoDevice", "this host has no such NIC; plug one in"),
+    ("closed_doors:NoDeviceOfOneRank", "the device is taken"),
+    ("closed_doors:Stumbles", r"ZeroDivisionError: .* \(closed_doors.py:\d+\)"),
+    ("sim --option inner=no_such_nic", "transport 'no_such_nic' .* is not installed"),
+    (":", "':' cannot be imported"),
+    ("liars:", "'liars:' cannot be imported"),
+])  # fmt: skip
+@pytest.mark.parametrize("check", ["", " --check write_order"])
+def test_what_cannot_be_started_has_broken_no_promise(
+    transport: str, words: str, check: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(f"--transport {transport}{check}".split()) == 2
+    printed = capsys.readouterr()
+    assert re.search(words, printed.err), printed.err
+    assert "could not be started" in printed.err or transport.endswith(":")
+    assert "promise(s) broken" not in printed.out and len(printed.err.splitlines()) == 1
+
+
+def test_what_does_not_open_again_breaks_a_promise() -> None:
+    report = run("closed_doors:OpensTwice", seeds=[1], checks=["table", "leaks"])
+    assert [result.check for result in report.broken] == ["leaks"]
+    assert "open failed, which it did not before: the device is used up" in report.broken[0].message
+
+
 def test_unknown_check_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="did you mean 'write_order'"):
         run("shm", checks=["write_orders"])
@@ -125,6 +150,15 @@ def test_strangers_pytest_run_passes_an_honest_transport(tmp_path: Path) -> None
     assert ended.returncode == 0, ended.stdout + ended.stderr
     # A single lane promises nothing about lanes, and errors of shm are final.
     assert f"{len(CHECKS) - 2} passed, 2 skipped" in ended.stdout
+
+
+def test_strangers_pytest_run_says_what_cannot_be_started(tmp_path: Path) -> None:
+    ended = _pytest(tmp_path, "--uccl-ep-transport", "closed_doors:NoDevice")
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert f"{len(CHECKS)} failed" in ended.stdout
+    words = "could not be started, so no promise was tested: this host has no such NIC"
+    assert ended.stdout.count(words) >= len(CHECKS)
+    assert "Traceback" not in ended.stdout
 
 
 def test_strangers_pytest_run_fails_a_liar(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ from .workload import Case
 
 LOW_LATENCY = Case("low latency", tokens=128, hidden=7168, topk=8, experts=288)
 HIGH_THROUGHPUT = Case("high throughput", tokens=4096, hidden=2048, topk=8, experts=256)
+RANK_BYTES = 128 << 20  # of a process that has imported torch, without any buffer
+
 GPU_LOW_LATENCY = (dataclasses.replace(LOW_LATENCY, tokens=1, most=128), LOW_LATENCY)
 GPU_HIGH_THROUGHPUT = (dataclasses.replace(HIGH_THROUGHPUT, hidden=7168),)
 
@@ -48,12 +50,8 @@ def measure(
     from .workload import Workload
 
     group = dist.group.WORLD
-    hints = [
-        Buffer.get_low_latency_rdma_size_hint(c.max_tokens, c.hidden, num_ranks, c.experts)
-        for c in cases
-        if c.low_latency
-    ]
-    buffer = Buffer(group, num_rdma_bytes=max(hints, default=0), low_latency_mode=bool(hints))
+    low_latency_bytes = max(case.low_latency_bytes(num_ranks) for case in cases)
+    buffer = Buffer(group, num_rdma_bytes=low_latency_bytes, low_latency_mode=low_latency_bytes > 0)
     results = []
     for case in cases:
         work = Workload(case, buffer, group)
@@ -175,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=plain(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=["low-latency", "high-throughput", "both"], default="both")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where tensors are")
-    parser.add_argument("--ranks", type=at_least(1), help="processes to start (default: 4, or a GPU each)")
+    parser.add_argument("--ranks", type=processes, help="processes to start (default: 4, or a GPU each)")
     parser.add_argument(
         "--domain-size", type=at_least(0), default=0, help="ranks per scale-up domain (default: all in one)"
     )
@@ -244,6 +242,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     put_out(given, found, "uccl_ep against gloo all_to_all_single and memcpy")
     return 0
+
+
+def processes(text: str) -> int:
+    """As many ranks as this machine has memory for."""
+    ranks = at_least(1)(text)
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // RANK_BYTES
+    if ranks > most:
+        raise argparse.ArgumentTypeError(
+            f"{ranks} processes do not fit the memory of this machine, {RANK_BYTES >> 20} MiB each: at most {most} do"
+        )
+    return ranks
 
 
 def ranks_of(given: argparse.Namespace, device: str) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,14 +23,15 @@ import torch.distributed as dist
 from uccl_ep import Buffer
 
 from .clocks import CALLS_OF_A_GRAPH, Call, Clock, EventClock, WallClock
-from .gpu_systems import RIVALS, ExpertParallel, Factory, Opener, Run, System, attempt
+from .gpu_systems import RIVALS, ExpertParallel, Factory, Meeting, Opener, Run, System
 from .records import Record, machine
-from .spawn import run_ranks
+from .spawn import LeaveOut, run_ranks
 from .workload import Case, Data
 
 CALLS = 10  # of captured graphs between two events
 WARM_UP = 5
 PROFILED = 10
+PATIENCE_S = 60.0
 
 
 Times = dict[tuple[str, str, str], list[float]]  # by (half, boundary, system)
@@ -45,6 +47,8 @@ def measure(
     device: str,
     rivals: Mapping[str, Opener],
     profiled: int,
+    place: str,
+    patience_s: float,
     report: Callable[[Any], None],
 ) -> list[tuple[Times, Notes]]:
     """One rank's part: for each case the slowest rank of every iteration, and which systems were left out."""
@@ -55,16 +59,13 @@ def measure(
         clock = EventClock(group, rank % torch.cuda.device_count())
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     run = Run(cases, num_ranks, group, clock.device, gpus, clock.synchronize)
-    opened = {name: attempt(group, partial(rival, run)) for name, rival in rivals.items()}
-    hints = [
-        Buffer.get_low_latency_rdma_size_hint(c.max_tokens, c.hidden, num_ranks, c.experts)
-        for c in cases
-        if c.low_latency
-    ]
+    meeting = Meeting(place, rank, num_ranks, patience_s)
+    opened = {name: meeting.attempt(name, partial(rival, run)) for name, rival in rivals.items()}
+    low_latency_bytes = max(case.low_latency_bytes(num_ranks) for case in cases)
     buffer = Buffer(
         group,
-        num_rdma_bytes=max(hints, default=0),
-        low_latency_mode=bool(hints),
+        num_rdma_bytes=low_latency_bytes,
+        low_latency_mode=low_latency_bytes > 0,
         device=clock.device,
         options=options,
     )
@@ -79,7 +80,7 @@ def measure(
         for name, (factory, _) in opened.items():
             if name in notes:
                 continue
-            system, words = attempt(group, partial(tried, factory, case, data))
+            system, words = meeting.attempt(name, partial(tried, factory, case, data))
             if words:
                 notes[name] = words
             else:
@@ -168,6 +169,7 @@ def run(
     device: str = "cuda",
     rivals: Mapping[str, Opener] = RIVALS,
     profiled: int = PROFILED,
+    patience_s: float = PATIENCE_S,
     on_event: Callable[[int, Any], None] | None = None,
 ) -> list[Record]:
     """Runs the benchmark on ``ranks`` processes of this host, which share GPUs where there are fewer.
@@ -182,6 +184,7 @@ def run(
         device: "cuda"; "cpu" runs the same benchmark on the host backend, without graphs, to test it.
         rivals: what ours is compared with, see `gpu_systems.RIVALS`.
         profiled: calls under the profiler, which takes about a second for each half and system; 0: no kernel times.
+        patience_s: how long ranks wait for those that are inside a rival that has refused on others.
         on_event: called with (rank, (mode, half)) as halves are done.
 
     Raises:
@@ -190,13 +193,22 @@ def run(
     limits = {"domain_size": domain_size, "num_sms": num_sms}
     chosen = {**{name: value for name, value in limits.items() if value}, **(options or {})}
     env = {"NVSHMEM_REMOTE_TRANSPORT": "none", "OMP_NUM_THREADS": "4"}  # the former for DeepEP on one host
-    arguments = (tuple(cases), iterations, chosen, device, dict(rivals), profiled)
-    every = run_ranks(measure, ranks, *arguments, env=env, on_event=on_event)[0]
+    left, left_out = dict(rivals), Notes()
+    with tempfile.TemporaryDirectory(prefix="uccl_ep_") as folder:
+        while True:
+            place = f"{folder}/{len(left)}"
+            arguments = (tuple(cases), iterations, chosen, device, left, profiled, place, patience_s)
+            try:
+                every = run_ranks(measure, ranks, *arguments, env=env, on_event=on_event)[0]
+                break
+            except LeaveOut as found:  # one fewer each time
+                left_out[found.system] = found.words
+                del left[found.system]
     where = machine()
     if device == "cuda":
         where = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {where}"
     found = []
     for case, (times, notes) in zip(cases, every, strict=True):
         title = case.title(ranks, domain_size) + (f", at most {num_sms} SMs" if num_sms else "")
-        found += records_of(case, times, notes, title, where)
+        found += records_of(case, times, {**left_out, **notes}, title, where)
     return found

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ import uccl_ep
 from uccl_ep import reference
 
 from .clocks import Call
+from .spawn import LeaveOut
 from .workload import Case, Data
 
 
@@ -197,18 +199,43 @@ RIVALS: Mapping[str, Opener] = {"all_to_all": all_to_all, "DeepEP": deepep}
 """What ours is compared with, each opened once a run; a module-level function, since ranks are other processes."""
 
 
-def attempt(group: Any, call: Callable[[], Any]) -> tuple[Any, str]:
-    """What ``call`` gives, and "": or None, and the words of the first rank on which it was refused. Collective.
+class Meeting:
+    """Where ranks agree on which rivals take part, in a file: a collective would wait for who is inside a rival.
 
-    A rival that cannot serve a case says so before it communicates, on every rank alike; the run goes on without it.
+    Args:
+        path: of a file that is not there yet, the same on all ranks.
+        patience_s: how long others may take with a rival, once this rank is through.
     """
-    result, words = None, ""
-    try:
-        result = call()
-    except Exception as error:
-        said = " ".join(str(error).split()) or type(error).__name__
-        words = said if isinstance(error, Unavailable) else f"{type(error).__name__}: {said}"
-    every: list[Any] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(every, words, group=group)
-    refused = next((said for said in every if said), "")
-    return (None, refused) if refused else (result, "")
+
+    def __init__(self, path: str, rank: int, num_ranks: int, patience_s: float) -> None:
+        self._store = dist.FileStore(path, num_ranks)
+        self._rank, self._num_ranks, self._patience_s = rank, num_ranks, patience_s
+        self._attempts = 0
+
+    def attempt(self, name: str, call: Callable[[], Any]) -> tuple[Any, str]:
+        """What ``call`` gives, and "": or None, and the words of the first rank on which it was refused. Collective.
+
+        A rival that cannot serve a case says so before it communicates, and the run goes on without it. Where it says
+        so on some ranks only, the others wait inside it for them, and nothing brings them back.
+
+        Raises:
+            LeaveOut: some did not come.
+        """
+        result, words = None, ""
+        try:
+            result = call()
+        except Exception as error:
+            said = " ".join(str(error).split()) or type(error).__name__
+            words = said if isinstance(error, Unavailable) else f"{type(error).__name__}: {said}"
+        self._attempts += 1
+        keys = [f"{self._attempts}/{rank}" for rank in range(self._num_ranks)]
+        self._store.set(keys[self._rank], words)
+        try:
+            # Longer where there is nothing to say: what a rank that refused has to say should be heard first.
+            self._store.wait(keys, timedelta(seconds=self._patience_s if words else 2 * self._patience_s))
+        except RuntimeError:
+            here = f"refused on rank {self._rank}, while others wait for it: {words}"
+            late = f"a rank did not come back from it in {2 * self._patience_s:g} s"
+            raise LeaveOut(name, here if words else late) from None
+        refused = next((said for said in (self._store.get(key).decode() for key in keys) if said), "")
+        return (None, refused) if refused else (result, "")

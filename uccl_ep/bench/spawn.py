@@ -12,12 +12,32 @@ from datetime import timedelta
 from multiprocessing import connection
 from typing import Any
 
-from uccl_ep_core.errors import ArgumentError, BackendUnavailableError, CapabilityError, ConfigurationError
+from uccl_ep_core.errors import (
+    ArgumentError,
+    BackendUnavailableError,
+    CapabilityError,
+    ConfigurationError,
+    EPError,
+)
 
 Function = Callable[..., Any]
 
+
+class LeaveOut(EPError):
+    """A system has the ranks apart: they can go on no more, but all can start again without it.
+
+    Attributes:
+        system: its name.
+        words: why.
+    """
+
+    def __init__(self, system: str, words: str) -> None:
+        super().__init__(system, words)
+        self.system, self.words = system, words
+
+
 # What the caller can set right: raised here as it was there, since where in a rank it arose helps nobody.
-REFUSALS = (ArgumentError, BackendUnavailableError, CapabilityError, ConfigurationError)
+REFUSALS = (ArgumentError, BackendUnavailableError, CapabilityError, ConfigurationError, LeaveOut)
 
 
 def under_torchrun() -> bool:

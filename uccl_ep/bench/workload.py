@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from uccl_ep import reference
+from uccl_ep import Buffer, reference
 from uccl_ep.baseline import GlooExpertParallel
+from uccl_ep.low_latency.capacity import TOPK_RESERVED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,13 @@ class Case:
     @property
     def low_latency(self) -> bool:
         return self.mode == "low latency"
+
+    def low_latency_bytes(self, num_ranks: int) -> int:
+        """What a buffer needs for it in low-latency mode; the size hint is for a top-k up to 16."""
+        if not self.low_latency:
+            return 0
+        hint = Buffer.get_low_latency_rdma_size_hint(self.max_tokens, self.hidden, num_ranks, self.experts)
+        return hint * -(-self.topk // TOPK_RESERVED)
 
     def title(self, num_ranks: int, domain_size: int) -> str:
         where = f"{num_ranks} ranks"

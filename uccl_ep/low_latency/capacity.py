@@ -50,7 +50,9 @@ class LowLatencyCapacity:
     def hint(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
         """Bytes that suffice for these shapes in any dtype up to float32 and top-k up to 16."""
         num_experts = _align(max(num_experts, num_ranks), num_ranks)
-        unit = message_bytes(max_tokens, hidden * HINT_ELEMENT_BYTES, 0, TOPK_RESERVED, num_experts, num_ranks)
+        cast = hidden + 4 * -(-hidden // kernels.SCALE_GROUP)  # with its scales; more than float32 for a hidden of 1
+        row_bytes = max(hidden * HINT_ELEMENT_BYTES, cast)
+        unit = message_bytes(max_tokens, row_bytes, 0, TOPK_RESERVED, num_experts, num_ranks)
         return 2 * _units(num_ranks, True) * unit
 
     @classmethod

@@ -24,6 +24,18 @@ class Stopped(Exception):
     """Another rank has already found what breaks the promise."""
 
 
+class NotStarted(Exception):
+    """The transport did not open.
+
+    Attributes:
+        error: what it raised.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class Windows:
     """This rank's data and control windows, and views of every other rank's: the kit's second pair of eyes.
 
@@ -89,7 +101,10 @@ class Context:
     def new_transport(self) -> Transport:
         """Open the transport under test."""
         device = str(self.options.get("device", "")) or None
-        return self.transport_class.open(device, self.options)
+        try:
+            return self.transport_class.open(device, self.options)
+        except Exception as error:
+            raise NotStarted(error) from error
 
     def open(self, *, data_bytes: int = DATA_BYTES, lanes: int = 1) -> Driver:
         """Open, register, exchange addresses, connect; the windows are zeroed."""

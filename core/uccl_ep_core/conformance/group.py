@@ -12,7 +12,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
-from .report import Outcome
+from .report import Found
 
 
 class Group:
@@ -31,16 +31,16 @@ class Group:
             theirs.close()
             self._connections.append(ours)
 
-    def run(self, request: Mapping[str, Any], limit_s: float) -> tuple[Outcome, str]:
+    def run(self, request: Mapping[str, Any], limit_s: float) -> tuple[Found, str]:
         """Run one check on all ranks; (outcome, message)."""
         for rank, connection in enumerate(self._connections):
             connection.send(dict(request, rank=rank, size=self.size))
         outcome, message = self._serve(limit_s)
-        if outcome == "broken":
+        if outcome in ("broken", "not started"):
             self.usable = False
         return outcome, message
 
-    def _serve(self, limit_s: float) -> tuple[Outcome, str]:
+    def _serve(self, limit_s: float) -> tuple[Found, str]:
         alive = dict(enumerate(self._connections))
         killed: set[int] = set()
         done: dict[int, tuple[str, str]] = {}
@@ -74,6 +74,9 @@ class Group:
         broken = [message for outcome, message in done.values() if outcome == "broken"]
         if broken:
             return "broken", broken[0]
+        not_started = [message for outcome, message in done.values() if outcome == "not started"]
+        if not_started:
+            return "not started", not_started[0]
         if any(outcome == "stopped" for outcome, _ in done.values()):
             return "broken", "ranks disagree about the course of the check"
         if killed:
@@ -81,7 +84,7 @@ class Group:
         outcomes = {outcome for outcome, _ in done.values()}
         if len(outcomes) != 1:
             return "broken", f"ranks disagree about the outcome of the check: {', '.join(sorted(outcomes))}"
-        return cast(Outcome, outcomes.pop()), next((message for _, message in done.values() if message), "")
+        return cast(Found, outcomes.pop()), next((message for _, message in done.values() if message), "")
 
     def _let_meet(
         self,

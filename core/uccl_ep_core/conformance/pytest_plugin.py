@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from uccl_ep_core.errors import BackendUnavailableError
+
 from .checks import CHECKS, Check
 from .runner import Session
 
@@ -44,7 +46,10 @@ class Promise(pytest.Item):
                 config.getoption("--uccl-ep-limit"),
             )
         session = config.stash[SESSION]
-        result = session.run(self.check)
+        try:
+            result = session.run(self.check)
+        except BackendUnavailableError as error:
+            pytest.fail(str(error), pytrace=False)
         if result.outcome in ("not claimed", "not tested"):
             pytest.skip(f"{result.outcome}: {result.message}" if result.message else result.outcome)
         if result.outcome == "broken":

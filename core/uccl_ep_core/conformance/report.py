@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 Outcome = Literal["kept", "broken", "not claimed", "not tested"]
+Found = Literal[Outcome, "not started"]
+"""What processes say of a check: also that the transport did not open, so that there was nothing to check."""
 
 
 @dataclasses.dataclass(frozen=True)

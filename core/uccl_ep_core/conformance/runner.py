@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from uccl_ep_core.capabilities import Capabilities
-from uccl_ep_core.errors import CapabilityError, ConfigurationError
+from uccl_ep_core.errors import BackendUnavailableError, CapabilityError, ConfigurationError
 from uccl_ep_core.options import SHARED_TRANSPORT_OPTIONS, convert, did_you_mean
 from uccl_ep_core.ordering import choose_plan
 
@@ -52,6 +52,7 @@ class Session:
             self.options[name] = convert(declared[name], value, name, "option of the conformance kit")
         self._passes_seed = "seed" in declared and "seed" not in self.given
         self._groups: dict[int, Group] = {}
+        self._not_started = ""
         self.capabilities: Capabilities | None = None
 
     def __enter__(self) -> Session:
@@ -77,7 +78,11 @@ class Session:
             return f"refused: {error}"
 
     def run(self, check: Check) -> Result:
-        """Test one promise under every seed, up to the first under which it breaks."""
+        """Test one promise under every seed, up to the first under which it breaks.
+
+        Raises:
+            BackendUnavailableError: the transport does not open, so it has no promise to test; says why.
+        """
         begin = time.monotonic()
         if check.name != "table" and self.capabilities is None:
             opened = self._run_once(CHECKS["table"], self.seeds[0])
@@ -97,6 +102,8 @@ class Session:
         return Result(check.name, check.promise, outcome, message, seed, time.monotonic() - begin)
 
     def _run_once(self, check: Check, seed: int) -> tuple[Outcome, str]:
+        if self._not_started:
+            raise self._unavailable()  # as at the first time: no other check would find another machine
         group = self._groups.get(check.size)
         if group is None or not group.usable:
             if group is not None:
@@ -110,10 +117,20 @@ class Session:
             "settings": {"limit_s": self.limit_s},
         }
         outcome, message = group.run(request, self.hang_s)
+        if outcome == "not started":
+            if self.capabilities is not None:  # it has opened before: that it does no more is a fault of its own
+                return "broken", f"open failed, which it did not before: {message}"
+            self._not_started = message
+            raise self._unavailable()
         if check.name == "table" and outcome == "kept":
             self.capabilities = Capabilities(**json.loads(message))
             message = ""
         return outcome, message
+
+    def _unavailable(self) -> BackendUnavailableError:
+        return BackendUnavailableError(
+            f"transport {self.transport!r} could not be started, so no promise was tested: {self._not_started}"
+        )
 
     def report(self, results: Iterable[Result]) -> Report:
         """The report of these results."""
@@ -141,6 +158,10 @@ def run(
         limit_s: how long anything may take that has to happen, e.g. noticing a dead peer.
         hang_s: how long all ranks may stay silent before a call is held to hang; None: plenty.
         on_result: called with each result as it comes.
+
+    Raises:
+        ConfigurationError: an unknown transport, option or check.
+        BackendUnavailableError: the transport cannot be started here; says why.
     """
     wanted = list(checks) or list(CHECKS)
     for name in wanted:

@@ -16,7 +16,7 @@ def transport_class(name: str) -> type[Transport]:
     module_name, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: no name before the colon
         raise ConfigurationError(f"transport {name!r} cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Transport)):
         raise ConfigurationError(f"transport {name!r} is no subclass of uccl_ep_core.transport.Transport")

@@ -10,12 +10,19 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from uccl_ep_core.errors import EPError
+
 from .checks import CHECKS
-from .context import Context, Stopped
+from .context import Context, NotStarted, Stopped
 from .driver import PromiseBroken, Untested
 from .target import transport_class
 
 PR_SET_PDEATHSIG = 1
+
+
+def _in_words(error: Exception) -> str:
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})"
 
 
 def _run(connection: Connection, request: dict[str, Any]) -> tuple[str, str]:
@@ -43,9 +50,12 @@ def _run(connection: Connection, request: dict[str, Any]) -> tuple[str, str]:
         return "stopped", ""
     except PromiseBroken as broken:
         return "broken", str(broken)
+    except NotStarted as failed:
+        # The library's own errors are written for whoever has to set it right, others for whoever wrote the transport.
+        ours = isinstance(failed.error, EPError)
+        return "not started", str(failed.error) if ours else _in_words(failed.error)
     except Exception as error:  # whatever a stranger's code raises is a result, not the end of the kit
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        return "broken", f"{type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})"
+        return "broken", _in_words(error)
     finally:
         context.close()
 
