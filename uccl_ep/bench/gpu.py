@@ -201,9 +201,9 @@ def run(
             try:
                 every = run_ranks(measure, ranks, *arguments, env=env, on_event=on_event)[0]
                 break
-            except LeaveOut as found:  # one fewer each time
-                left_out[found.system] = found.words
-                del left[found.system]
+            except LeaveOut as apart:  # one fewer each time
+                left_out[apart.system] = apart.words
+                del left[apart.system]
     where = machine()
     if device == "cuda":
         where = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {where}"
