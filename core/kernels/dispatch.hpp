@@ -40,35 +40,87 @@ UCCL_EP_DEVICE RowFormat row_format(const DispatchShape &shape) {
     return {shape.row_bytes, shape.scale_bytes, shape.num_topk, shape.dtype};
 }
 
-// Fill row `row` of a message with a token. Called by the whole warp.
-UCCL_EP_DEVICE void write_row(const DispatchParameters &p, uint8_t *slot, const DispatchRows &at, uint32_t row,
-                              uint32_t token) {
+// Some tokens of one window of the warp's lanes: those of `mask`, which take neighbouring rows from `first` on.
+struct TokenRun {
+    uint32_t base;  // token of lane 0
+    device::LaneMask mask;
+    uint32_t first;
+
+    UCCL_EP_DEVICE uint32_t row(uint32_t lane) const {
+        return first + device::population_count(mask & ((device::LaneMask{1} << lane) - 1));
+    }
+    // Calls `visit(token, row)` for the rows whose turn it is for this warp. The whole warp.
+    template <class Visit>
+    UCCL_EP_DEVICE void for_each_of_warp(Team team, Visit visit) const {
+        uint32_t next = first;
+        for (device::LaneMask left = mask; left != 0; left &= left - 1, ++next) {
+            if (next % team.size == team.index) visit(base + device::lowest_bit(left), next);
+        }
+    }
+    // Calls `visit(token, row, i)` for i in [0, count) of each token, all of them shared out among the threads of the
+    // team, so that their loads are under way together. Not by the warp.
+    template <class Visit>
+    UCCL_EP_DEVICE void for_each_of_thread(Team team, uint32_t count, Visit visit) const {
+        const uint32_t threads = team.size * device::kWarpSize;
+        for (uint32_t item = team.index * device::kWarpSize + device::lane(); item < count * device::kWarpSize;
+             item += threads) {
+            const uint32_t lane = item / count;
+            if ((mask >> lane & 1) != 0) visit(base + lane, row(lane), item % count);
+        }
+    }
+};
+
+// Copy what belongs to a run's tokens beside payload, and the payload first: the copies of rows are on their way
+// meanwhile. `payload(row)`, `scales(row)` are where those go. The whole team.
+template <class Payload, class Scales>
+UCCL_EP_DEVICE void copy_rows(const DispatchParameters &p, Team team, const TokenRun &run, Payload payload,
+                              Scales scales) {
     const DispatchShape &shape = p.shape;
-    device::copy(slot + at.payload + uint64_t{row} * shape.row_bytes, p.x + uint64_t{token} * shape.row_bytes,
-                 shape.row_bytes);
-    if (shape.scale_bytes != 0) {
-        device::copy(slot + at.scales + uint64_t{row} * shape.scale_bytes,
-                     p.scales + uint64_t{token} * shape.scale_bytes, shape.scale_bytes);
+    run.for_each_of_warp(team, [&](uint32_t token, uint32_t row) {
+        device::copy(payload(row), p.x + uint64_t{token} * shape.row_bytes, shape.row_bytes);
+    });
+    if (shape.scale_bytes % 4 == 0) {
+        run.for_each_of_thread(team, shape.scale_bytes / 4, [&](uint32_t token, uint32_t row, uint32_t i) {
+            reinterpret_cast<uint32_t *>(scales(row))[i] =
+                reinterpret_cast<const uint32_t *>(p.scales + uint64_t{token} * shape.scale_bytes)[i];
+        });
+    } else {
+        run.for_each_of_warp(team, [&](uint32_t token, uint32_t row) {
+            device::copy(scales(row), p.scales + uint64_t{token} * shape.scale_bytes, shape.scale_bytes);
+        });
     }
-    auto *experts = reinterpret_cast<int32_t *>(slot + at.topk_idx) + uint64_t{row} * shape.num_topk;
-    auto *weights = reinterpret_cast<float *>(slot + at.topk_weights) + uint64_t{row} * shape.num_topk;
-    for (uint32_t k = device::lane(); k < shape.num_topk; k += device::kWarpSize) {
-        const uint64_t i = uint64_t{token} * shape.num_topk + k;
-        experts[k] = static_cast<int32_t>(load_index(p.topk_idx, p.index_bytes, i));
-        weights[k] = p.topk_weights == nullptr ? 0.0f : p.topk_weights[i];
-    }
-    if (device::lane() == 0) reinterpret_cast<int32_t *>(slot + at.source)[row] = static_cast<int32_t>(token);
 }
 
-UCCL_EP_DEVICE void write_mask(const DispatchParameters &p, uint8_t *slot, const DispatchRows &at, uint32_t row,
-                               uint32_t token, uint32_t first_rank) {
-    if (device::lane() != 0) return;
-    auto *mask = reinterpret_cast<uint64_t *>(slot + at.mask + uint64_t{row} * (kMaxRanksPerDomain / 8));
-    const uint8_t *in_rank = p.is_token_in_rank + uint64_t{token} * p.group.num_ranks() + first_rank;
-    mask[0] = mask[1] = 0;
-    for (uint32_t i = 0; i < p.group.layout.ranks_per_domain; ++i) {
-        if (in_rank[i] != 0) mask[i / 64] |= uint64_t{1} << (i % 64);
-    }
+// Fill rows of a message. The whole team.
+UCCL_EP_DEVICE void write_rows(const DispatchParameters &p, Team team, const TokenRun &run, uint8_t *slot,
+                               const DispatchRows &at) {
+    const DispatchShape &shape = p.shape;
+    copy_rows(
+        p, team, run, [&](uint32_t row) { return slot + at.payload + uint64_t{row} * shape.row_bytes; },
+        [&](uint32_t row) { return slot + at.scales + uint64_t{row} * shape.scale_bytes; });
+    auto *experts = reinterpret_cast<int32_t *>(slot + at.topk_idx);
+    auto *weights = reinterpret_cast<float *>(slot + at.topk_weights);
+    run.for_each_of_thread(team, shape.num_topk, [&](uint32_t token, uint32_t row, uint32_t k) {
+        const uint64_t from = uint64_t{token} * shape.num_topk + k;
+        experts[row * shape.num_topk + k] = static_cast<int32_t>(load_index(p.topk_idx, p.index_bytes, from));
+        weights[row * shape.num_topk + k] = p.topk_weights == nullptr ? 0.0f : p.topk_weights[from];
+    });
+    run.for_each_of_thread(team, 1, [&](uint32_t token, uint32_t row, uint32_t) {
+        reinterpret_cast<int32_t *>(slot + at.source)[row] = static_cast<int32_t>(token);
+    });
+}
+
+UCCL_EP_DEVICE void write_masks(const DispatchParameters &p, Team team, const TokenRun &run, uint8_t *slot,
+                                const DispatchRows &at, uint32_t first_rank) {
+    constexpr uint32_t kWords = kMaxRanksPerDomain / 64;
+    auto *masks = reinterpret_cast<uint64_t *>(slot + at.mask);
+    run.for_each_of_thread(team, kWords, [&](uint32_t token, uint32_t row, uint32_t word) {
+        const uint8_t *in_rank = p.is_token_in_rank + uint64_t{token} * p.group.num_ranks() + first_rank + word * 64;
+        uint64_t mask = 0;
+        for (uint32_t i = 0; i < 64 && word * 64 + i < p.group.layout.ranks_per_domain; ++i)
+            mask |= uint64_t{in_rank[i] != 0 ? 1u : 0u} << i;
+        masks[row * kWords + word] = mask;
+    });
 }
 
 // Role: send this channel's tokens that go to ranks [first_rank, first_rank + rank_count).
@@ -80,9 +132,8 @@ UCCL_EP_DEVICE bool dispatch_send(const DispatchParameters &p, Team team, const 
     uint32_t left = total, filled = 0, rows = 0;
     uint8_t *slot = nullptr;
     DispatchRows at{};
-    const bool ok = for_each_token(
-        p.is_token_in_rank, group.num_ranks(), TokenRange::of(p.num_tokens, place.channel, group.layout.num_channels),
-        first_rank, rank_count, [&](uint32_t token) {
+    const auto send = [&](uint32_t base, device::LaneMask selected) {
+        while (selected != 0) {
             if (left == 0 && slot == nullptr) return false;  // the mask changed since the counts were announced
             if (slot == nullptr) {
                 rows = left < capacity ? left : capacity;
@@ -92,18 +143,23 @@ UCCL_EP_DEVICE bool dispatch_send(const DispatchParameters &p, Team team, const 
                 if (team.leads())
                     write_message_header(group, slot, OperationKind::kDispatch, rows, row_format(p.shape), group.rank);
             }
-            if (filled % team.size == team.index) {
-                write_row(p, slot, at, filled, token);
-                if (on_rail) write_mask(p, slot, at, filled, token, first_rank);
-            }
-            if (++filled == rows) {
-                if (!sender.commit(at.end)) return false;
-                left -= rows;
-                filled = 0;
-                slot = nullptr;
-            }
-            return true;
-        });
+            const device::LaneMask fitting = lowest_bits(selected, rows - filled);
+            const TokenRun run{base, fitting, filled};
+            write_rows(p, team, run, slot, at);
+            if (on_rail) write_masks(p, team, run, slot, at, first_rank);
+            selected ^= fitting;
+            filled += device::population_count(fitting);
+            if (filled != rows) continue;
+            if (!sender.commit(at.end)) return false;
+            left -= rows;
+            filled = 0;
+            slot = nullptr;
+        }
+        return true;
+    };
+    const bool ok = for_each_window(p.is_token_in_rank, group.num_ranks(),
+                                    TokenRange::of(p.num_tokens, place.channel, group.layout.num_channels), first_rank,
+                                    rank_count, send);
     sender.finish();
     return ok;
 }
@@ -171,32 +227,31 @@ UCCL_EP_DEVICE bool dispatch_receive(const DispatchParameters &p, Team team, con
 UCCL_EP_DEVICE void dispatch_keep(const DispatchParameters &p, Team team, uint32_t channel) {
     const Group &group = p.group;
     const DispatchShape &shape = p.shape;
-    const uint32_t channels = group.layout.num_channels;
+    const uint32_t channels = group.layout.num_channels, topk = shape.num_topk;
     const uint32_t local_experts = shape.num_experts / group.num_ranks();
     const int64_t first_expert = int64_t{group.rank} * local_experts;
-    uint64_t next = static_cast<uint64_t>(p.receive_offset[group.rank * channels + channel]);
-    uint32_t turn = 0;
-    for_each_token(p.is_token_in_rank, group.num_ranks(), TokenRange::of(p.num_tokens, channel, channels), group.rank,
-                   1, [&](uint32_t token) {
-                       const uint64_t row = next++;
-                       if (turn++ % team.size != team.index) return true;
-                       device::copy(p.receive_x + row * shape.row_bytes, p.x + uint64_t{token} * shape.row_bytes,
-                                    shape.row_bytes);
-                       if (shape.scale_bytes != 0) {
-                           device::copy(p.receive_scales + row * shape.scale_bytes,
-                                        p.scales + uint64_t{token} * shape.scale_bytes, shape.scale_bytes);
-                       }
-                       for (uint32_t k = device::lane(); k < shape.num_topk; k += device::kWarpSize) {
-                           const uint64_t i = uint64_t{token} * shape.num_topk + k;
-                           const int64_t local = load_index(p.topk_idx, p.index_bytes, i) - first_expert;
-                           const bool here = local >= 0 && local < local_experts;
-                           store_index(p.receive_topk_idx, p.index_bytes, row * shape.num_topk + k, here ? local : -1);
-                           p.receive_topk_weights[row * shape.num_topk + k] =
-                               here && p.topk_weights != nullptr ? p.topk_weights[i] : 0.0f;
-                       }
-                       if (device::lane() == 0) p.receive_source[row] = static_cast<int32_t>(token);
-                       return true;
-                   });
+    const auto first = static_cast<uint64_t>(p.receive_offset[group.rank * channels + channel]);
+    uint32_t kept = 0;
+    for_each_window(p.is_token_in_rank, group.num_ranks(), TokenRange::of(p.num_tokens, channel, channels), group.rank,
+                    1, [&](uint32_t base, device::LaneMask selected) {
+                        const TokenRun run{base, selected, kept};
+                        kept += device::population_count(selected);
+                        copy_rows(
+                            p, team, run, [&](uint32_t row) { return p.receive_x + (first + row) * shape.row_bytes; },
+                            [&](uint32_t row) { return p.receive_scales + (first + row) * shape.scale_bytes; });
+                        run.for_each_of_thread(team, topk, [&](uint32_t token, uint32_t row, uint32_t k) {
+                            const uint64_t from = uint64_t{token} * topk + k, to = (first + row) * topk + k;
+                            const int64_t local = load_index(p.topk_idx, p.index_bytes, from) - first_expert;
+                            const bool here = local >= 0 && local < local_experts;
+                            store_index(p.receive_topk_idx, p.index_bytes, to, here ? local : -1);
+                            p.receive_topk_weights[to] =
+                                here && p.topk_weights != nullptr ? p.topk_weights[from] : 0.0f;
+                        });
+                        run.for_each_of_thread(team, 1, [&](uint32_t token, uint32_t row, uint32_t) {
+                            p.receive_source[first + row] = static_cast<int32_t>(token);
+                        });
+                        return true;
+                    });
 }
 
 // Role: forward this channel's rows of my rail peer in `source_domain` to the ranks of my domain.
@@ -268,7 +323,11 @@ UCCL_EP_KERNEL(uccl_ep_dispatch, DispatchParameters) {
     const ChannelTeams teams = ChannelTeams::of(p.team_warps, channels);
     const Team team = Team::of(p.team_warps);
     const uint32_t channel = teams.channel;
-    for (uint32_t role = teams.first; role < dispatch_roles(layout); role += teams.count) {
+    // Where the last role has no team of its own, the first does it, before its own: what comes meanwhile fills slots,
+    // and nobody waits for it until they are full.
+    const uint32_t roles = dispatch_roles(layout), own_teams = teams.count < roles ? roles - 1 : roles;
+    if (own_teams < roles && teams.first == 0) dispatch_keep(p, team, channel);
+    for (uint32_t role = teams.first; role < own_teams; role += teams.count) {
         uint32_t i = role;
         if (i < ranks - 1) {  // receive; a neighbour first, so that not all senders face the same rank
             const uint32_t source = (group.rank + 1 + i) % ranks;

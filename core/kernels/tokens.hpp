@@ -37,20 +37,24 @@ UCCL_EP_DEVICE void store_index(void *indices, uint32_t index_bytes, uint64_t i,
     }
 }
 
-// Calls `visit(token)` on the whole warp for each token of the range that goes to any of the ranks,
-// in order, until it returns false.
+// The lowest `count` set bits of a mask.
+UCCL_EP_DEVICE device::LaneMask lowest_bits(device::LaneMask mask, uint32_t count) {
+    if (device::population_count(mask) <= count) return mask;
+    device::LaneMask rest = mask;
+    for (uint32_t i = 0; i < count; ++i) rest &= rest - 1;
+    return mask ^ rest;
+}
+
+// Calls `visit(base, mask)` on the whole warp for each window of as many tokens as a warp has lanes that holds any token
+// for the ranks: bit i of the mask is token base + i. In order, until it returns false.
 template <class Visit>
-UCCL_EP_DEVICE bool for_each_token(const uint8_t *is_token_in_rank, uint32_t num_ranks, TokenRange range,
-                                   uint32_t first_rank, uint32_t rank_count, Visit visit) {
+UCCL_EP_DEVICE bool for_each_window(const uint8_t *is_token_in_rank, uint32_t num_ranks, TokenRange range,
+                                    uint32_t first_rank, uint32_t rank_count, Visit visit) {
     for (uint32_t base = range.begin; base < range.end; base += device::kWarpSize) {
         const uint32_t mine = base + device::lane();
-        device::LaneMask selected =
+        const device::LaneMask selected =
             device::ballot(mine < range.end && goes_to(is_token_in_rank, num_ranks, mine, first_rank, rank_count));
-        while (selected != 0) {
-            const uint32_t token = base + device::lowest_bit(selected);
-            selected &= selected - 1;
-            if (!visit(token)) return false;
-        }
+        if (selected != 0 && !visit(base, selected)) return false;
     }
     return true;
 }
