@@ -1,5 +1,5 @@
 // How many teams of warps the roles of one channel need. Roles wait for each other, so all of them run at once, but for
-// the last of a dispatch: it waits for nobody, and a team may do it behind another role. Python asks through the bindings
+// the last of a dispatch: it waits for nobody, and a team may do it before another role. Python asks through the bindings
 // how large a grid that is. Nothing in it needs a device.
 #pragma once
 
