@@ -117,18 +117,17 @@ UCCL_EP_DEVICE_SELDOM bool direct_wait_room(const Group &group, uint64_t number)
     const uint64_t expected = number > 2 ? number - 2 : 0;
     bool ok = true, there = true;
     for (uint32_t i = device::lane(); i < ranks; i += device::kWarpSize) {
-        if (i == 0) {
-            ok = !aborted(group);
-        } else {
-            const uint64_t *word = direct_flag(group, group.rank, Operation::kRead, (group.rank + i) % ranks, block);
-            there = there && device::load_acquire_system(word) >= expected;
-        }
+        // Of this rank: what it has told the others. They wait for that here, and it may wait for their weights next.
+        const uint64_t *word = direct_flag(group, group.rank, Operation::kRead, (group.rank + i) % ranks, block);
+        if (i == 0) ok = !aborted(group);
+        there = there && device::load_acquire_system(word) >= expected;
     }
     device::sync_lanes();  // what each lane has seen is there for all: a ballot orders no memory
     if (device::ballot(!ok) != 0) return false;
     if (device::ballot(!there) == 0) return true;
-    // Two sends before the first receive: the others may be waiting for the same of this rank.
-    for (uint32_t i = device::lane() == 0 ? device::kWarpSize : device::lane(); i < ranks; i += device::kWarpSize) {
+    // Two sends before the first receive: the others may be waiting for the same of this rank, also where it waits for
+    // none of them.
+    for (uint32_t i = device::lane(); i < ranks; i += device::kWarpSize) {
         device::store_release_system(direct_flag(group, (group.rank + i) % ranks, Operation::kRead, group.rank, block),
                                      direct_read<Operation>(group));
     }
@@ -153,11 +152,11 @@ UCCL_EP_DEVICE void direct_raise(const Group &group, uint64_t number) {
     device::sync_block();
     const uint32_t threads = device::warps_per_block() * device::kWarpSize;
     const uint32_t thread = device::warp_in_block() * device::kWarpSize + device::lane();
-    for (uint32_t i = thread + 1; i < group.num_ranks(); i += threads) {
+    for (uint32_t i = thread; i < group.num_ranks(); i += threads) {
         const uint32_t peer = (group.rank + i) % group.num_ranks(), block = device::block_index();
-        device::fence_system();  // for both
+        if (i != 0) device::fence_system();  // for both; and this rank keeps what it has told
         device::store_relaxed_system(direct_flag(group, peer, Operation::kRead, group.rank, block), read);
-        device::store_relaxed_system(direct_flag(group, peer, Operation::kRows, group.rank, block), number);
+        if (i != 0) device::store_relaxed_system(direct_flag(group, peer, Operation::kRows, group.rank, block), number);
     }
 }
 
