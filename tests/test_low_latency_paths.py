@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import struct
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 import cases
 import closed_form
-from ranks import Context, RankPool
+from ranks import Context, RankPool, check_equal
 from stream_cases import LowLatencyPair, finish_low_latency, start_low_latency
 from uccl_ep import Buffer
 from uccl_ep.low_latency.path import DIRECT_PICKS
@@ -62,6 +63,44 @@ def test_back_and_forth(pool: RankPool, together: bool) -> None:
     ):
         names = {"f": "by rank", "m": "increasing k"}
         assert roundings == ([names[kind] for kind in sequence] if together else [])
+
+
+def overlapping(ctx: Context, late: int, rounds: int) -> None:
+    """Sends that come before the receive halves of those before them, as two micro-batches make them, with a rank that
+    is late each time: what the others have read and been sent must reach it, and them, whoever waits first."""
+    n, buffer = ctx.num_ranks, ctx.new_buffer()
+    pairs = [LowLatencyPair(ctx, [9 + seed + rank for rank in range(n)], seed, 16, "holes") for seed in range(4)]
+    handles: dict[int, Any] = {}
+    sent: dict[int, Any] = {}
+
+    def step(what: str, i: int) -> None:
+        pair = pairs[i]
+        if ctx.rank == late:
+            time.sleep(0.01)  # the lateness under test
+        if what == "d":
+            _, _, handles[i], hook = start_low_latency(ctx, buffer, pair)
+            hook()
+        elif what == "c":
+            x, _, hook = buffer.low_latency_combine(pair.y, pair.ids, pair.weights, handles[i], return_recv_hook=True)
+            sent[i] = x, hook
+        else:
+            x, hook = sent.pop(i)
+            hook()
+            check_equal("combined_x", x, pair.combined(handles[i].rounding))
+
+    for _ in range(rounds):
+        # Dispatch, send half of a combine, receive half of it: two combines under way, then a third before the second
+        # is received, then one more.
+        for what, i in ("d0", "d1", "c0", "c1", "r0", "d2", "c2", "r1", "r2", "d3", "c3", "r3"):
+            step(what, int(i))
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("path", ["direct", "packed"])
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_sends_before_receives_with_a_late_rank(pool: RankPool, path: str, late: int) -> None:
+    options = {"UCCL_EP_LOW_LATENCY_PATH": path, "UCCL_EP_TIMEOUT_S": "5"}
+    pool.run(overlapping, ranks=3, options=options, arguments={"late": late, "rounds": 3})
 
 
 CASES = [  # hidden, top-k, experts, tokens, routing, index, cast, hook, zero-copy, dtype
