@@ -203,13 +203,16 @@ def test_which_one(pool: RankPool, domain: int, options: dict[str, str], direct:
         assert any(name.startswith("uccl_ep_ll_dispatch") for name in launches) != direct, launches
 
 
-def different_ways(ctx: Context) -> tuple[int, str]:
-    """Rank 1 provides for more tokens than go directly: nobody finds the other's rows."""
+def different_ways(ctx: Context, before: int) -> tuple[int, str]:
+    """After ``before`` equal calls rank 1 provides for more tokens than go directly: nobody finds the other's rows."""
     n, buffer = ctx.num_ranks, new_buffer(ctx)
-    most = many(n) if ctx.rank == 1 else FEW
-    ids = torch.arange(TOPK * 3).view(3, TOPK) % closed_form.few_experts(n)
+    experts = closed_form.few_experts(n)
+    ids = torch.arange(TOPK * 3).view(3, TOPK) % experts
+    x = torch.ones(3, 64, dtype=torch.bfloat16)
+    for _ in range(before):
+        buffer.low_latency_dispatch(x, ids, FEW, experts)
     try:
-        buffer.low_latency_dispatch(torch.ones(3, 64, dtype=torch.bfloat16), ids, most, closed_form.few_experts(n))
+        buffer.low_latency_dispatch(x, ids, many(n) if ctx.rank == 1 else FEW, experts)
     except PeerFailure as error:
         return error.rank, str(error)
     finally:
@@ -218,6 +221,15 @@ def different_ways(ctx: Context) -> tuple[int, str]:
     raise AssertionError("ranks that went different ways delivered something")
 
 
-def test_ranks_that_go_different_ways_raise(pool: RankPool) -> None:
-    reports = pool.run(different_ways, ranks=3, options={**DIRECTLY, "UCCL_EP_TIMEOUT_S": "2"})
+@pytest.mark.parametrize("before", [0, 1, 4])
+def test_ranks_that_go_different_ways_raise_at_once(pool: RankPool, before: int) -> None:
+    reports = pool.run(different_ways, ranks=3, options={**DIRECTLY, "UCCL_EP_TIMEOUT_S": "100"}, timeout_s=20,
+                       arguments={"before": before})  # fmt: skip
     assert len({culprit for culprit, _ in reports}) == 1, reports
+    for _, words in reports:
+        if before:  # rank 1 has not sent yet what it asks for: it waits until all have come to the change
+            assert "rank 1 is at fault (mismatch)" in words
+            assert "its low-latency path (0: packed, 1: direct) is 0, that of rank" in words
+        else:
+            assert "num_max_dispatch_tokens_per_rank is " in words
+            assert all(str(value) in words for value in (FEW, many(3)))

@@ -133,17 +133,40 @@ UCCL_EP_DEVICE_SELDOM bool direct_check_header(const LowLatencyDispatchParameter
                     source, number, LowLatencyPath::kDirect);
 }
 
+// A source whose words do not come may go the other way: its message is packed, or it waits at the barrier that stands
+// before a change to that (where all that it had sent before has come). Both would wait until the time is up; here it
+// is a difference of calls. `came()` looks once more. One thread.
+template <class Came>
+UCCL_EP_DEVICE void direct_refuse_packed(const LowLatencyDispatchParameters &p, uint32_t source, Came came) {
+    const Group &group = p.group;
+    const auto signal = [&](SignalKind kind) {
+        return device::load_acquire_system(local_signal(group, group.rank, group.layout.signal_index(kind, source, 0)));
+    };
+    const uint64_t packed = *Counters::at(group, SingleCounter::kLowLatencyDispatchReceived) + 1;
+    if (signal(SignalKind::kLowLatencyDispatch) >= packed) {
+        ll_check(p, *reinterpret_cast<const MessageHeader *>(direct_dispatch_inbox(group, group.data, source, packed)),
+                 source, packed, LowLatencyPath::kDirect);
+    } else if (signal(SignalKind::kBarrier) > *Counters::at(group, SingleCounter::kBarrier) && !came()) {
+        fail_difference(group, DirectDispatch::kReceive, source, Difference::kPath,
+                        static_cast<uint64_t>(LowLatencyPath::kPacked), static_cast<uint64_t>(LowLatencyPath::kDirect));
+    }
+}
+
 // A word of picks that has not come yet; another one on failure. One thread.
 UCCL_EP_DEVICE_SELDOM uint64_t direct_wait_picks(const LowLatencyDispatchParameters &p, uint32_t source, uint32_t index,
                                                  uint64_t number) {
     const Group &group = p.group;
     const uint64_t *header = direct_flag(group, group.rank, DirectDispatch::kRows, source, kDirectHead);
-    return direct_wait_word<DirectDispatch, PicksWord>(
-        group, DirectDispatch::kReceive, source, number,
-        direct_word<DirectDispatch>(group, group.rank, number, source, index), [&] {
-            // A call of another shape has fewer words, or none: its header says so.
-            if (device::load_acquire_system(header) >= number) direct_check_header(p, source, number);
-        });
+    const uint64_t *word = direct_word<DirectDispatch>(group, group.rank, number, source, index);
+    return direct_wait_word<DirectDispatch, PicksWord>(group, DirectDispatch::kReceive, source, number, word, [&] {
+        // A call of another shape has fewer words, or none: its header says so.
+        if (device::load_acquire_system(header) >= number) {
+            direct_check_header(p, source, number);
+        } else {
+            direct_refuse_packed(p, source,
+                                 [&] { return PicksWord::is_of(device::load_relaxed_system(word), number); });
+        }
+    });
 }
 
 // The picks of all tokens of all sources, into the block's memory. False, on some threads, on failure. The whole block.
