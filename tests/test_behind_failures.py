@@ -216,3 +216,48 @@ def wild_counts(ctx: Context) -> None:
 @pytest.mark.parametrize(("ranks", "domain"), [(3, 0), (4, 2)])
 def test_wild_counts_move_no_byte(pool: RankPool, ranks: int, domain: int) -> None:
     pool.run(wild_counts, ranks=ranks, domain=domain)
+
+
+def low_latency_behind(ctx: Context, hook: bool, pairs_before: int) -> str:
+    """The same of low latency, whose combines go by what dispatches find out on the device."""
+    buffer = ctx.new_buffer(options={"timeout_s": 0.3})
+    communicator = buffer._communicator
+    _, ids, weights = inputs(ctx.num_ranks)
+    x = torch.ones(TOKENS, 2048, dtype=torch.bfloat16)  # long enough for rows to be loaded ahead of what is waited for
+
+    def pair() -> None:
+        arguments = {"use_fp8": False, "return_recv_hook": hook}
+        received, _, handle, _, receive = buffer.low_latency_dispatch(
+            x, ids, TOKENS, TOPK * ctx.num_ranks, **arguments
+        )  # fmt: skip
+        if hook:
+            receive()
+        receive = buffer.low_latency_combine(received, ids, weights, handle, return_recv_hook=hook)[2]
+        if hook:
+            receive()
+
+    for _ in range(pairs_before):
+        pair()
+    message = ""
+    if ctx.rank != WHO:
+        with ahead(communicator) as memory:
+            pair()
+            pair()
+            memory.check()
+        with pytest.raises(PeerFailure) as failure:
+            communicator.check()
+        assert failure.value.rank == WHO, failure.value
+        message = str(failure.value).partition(" (raised on")[0]
+    ctx.barrier()
+    buffer.destroy()
+    return message
+
+
+@pytest.mark.parametrize("path", ["direct", "packed"])
+@pytest.mark.parametrize("lanes", ["1", "32"])
+@pytest.mark.parametrize("hook", [False, True])
+@pytest.mark.parametrize("pairs_before", [0, 3])
+def test_low_latency_behind_a_failure(pool: RankPool, path: str, lanes: str, hook: bool, pairs_before: int) -> None:
+    options = {"UCCL_EP_LOW_LATENCY_PATH": path, "UCCL_EP_HOST_LANES": lanes}
+    one_error(pool.run(low_latency_behind, ranks=3, options=options,
+                       arguments={"hook": hook, "pairs_before": pairs_before}))  # fmt: skip

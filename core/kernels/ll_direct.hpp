@@ -101,6 +101,9 @@ UCCL_EP_DEVICE bool direct_wait_rows(const Group &group, uint32_t peer, uint32_t
         group, {Operation::kReceive, peer, group.layout.signal_index(Operation::kRowsSignal, peer, 0), number}, word);
 }
 
+// Whether a kernel before this one failed; a load that nothing waits for until the answer is asked for.
+UCCL_EP_DEVICE bool failed_before(const Group &group) { return *Counters::at(group, SingleCounter::kAborted) != 0; }
+
 // How many operations of this kind this rank has read. A kernel begins when those before it have ended, so when block b
 // says so of itself, all blocks have.
 template <class Operation>
@@ -149,7 +152,9 @@ UCCL_EP_DEVICE_SELDOM bool direct_wait_room(const Group &group, uint64_t number)
 template <class Operation>
 UCCL_EP_DEVICE void direct_raise(const Group &group, uint64_t number) {
     const uint64_t read = direct_read<Operation>(group);
+    const bool failed = failed_before(group);
     device::sync_block();
+    if (failed) return;  // the rows are not there: whoever waits for them ends by the failure
     const uint32_t threads = device::warps_per_block() * device::kWarpSize;
     const uint32_t thread = device::warp_in_block() * device::kWarpSize + device::lane();
     for (uint32_t i = thread; i < group.num_ranks(); i += threads) {

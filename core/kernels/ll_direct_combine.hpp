@@ -53,6 +53,7 @@ UCCL_EP_DEVICE bool direct_sum_rows(const LowLatencyCombineParameters &p, uint32
     const DirectCombineInbox at = DirectCombineInbox::of(shape, group.num_ranks());
     const int32_t *picks = p.picks + (uint64_t{source} * shape.max_tokens + token) * (topk + 1);
     const auto place = static_cast<uint32_t>(picks[topk]);
+    const bool failed = failed_before(group);  // where the dispatch did, `picks` may name any rows
     uint8_t *window = group.peer_data[source];  // now: a sum that is ready should not wait for it
     // Calls `keep(term, k)` where pick k was made here. The whole warp, as a lane each.
     const auto for_each_term = [&](auto keep) {
@@ -60,8 +61,9 @@ UCCL_EP_DEVICE bool direct_sum_rows(const LowLatencyCombineParameters &p, uint32
         for (uint32_t base = 0; base < topk; base += device::kWarpSize) {
             const uint32_t k = base + device::lane();
             const int32_t row = k < topk ? picks[k] : -1;
-            const device::LaneMask here = device::ballot(row >= 0);
-            if (row >= 0) keep(&terms[num_terms + device::population_count(here & device::lanes_below())], k, row);
+            const bool made = row >= 0 && !failed;
+            const device::LaneMask here = device::ballot(made);
+            if (made) keep(&terms[num_terms + device::population_count(here & device::lanes_below())], k, row);
             num_terms += device::population_count(here);
         }
         return num_terms;
