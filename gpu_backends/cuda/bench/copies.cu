@@ -29,6 +29,20 @@ UCCL_EP_KERNEL(copy_once, CopyParameters) {
     device::sync_warp();
 }
 
+struct ManyParameters {
+    uint8_t *destination;  // places, `apart` bytes each behind the one before
+    const uint8_t *source;
+    uint64_t bytes, apart;
+    uint32_t count;
+};
+
+UCCL_EP_KERNEL(copy_many, ManyParameters) {
+    const ManyParameters &p = parameters;
+    if (device::warp_in_block() != 0) return;
+    device::copy_to_many([&](uint32_t i) { return p.destination + i * p.apart; }, p.count, p.source, p.bytes);
+    device::sync_warp();
+}
+
 // Each warp copies its own rows, and checks after sync_warp that it sees what it wrote.
 struct RowsParameters {
     uint8_t *destination[2];
@@ -98,6 +112,34 @@ static uint32_t fill(uint8_t *memory, uint64_t bytes, uint32_t seed) {
     return seed;
 }
 
+// copy_to_many to as many places as some tokens have picks, with room between them that must stay as it is.
+static int check_many(uint8_t *source, uint8_t *destination, const std::vector<uint8_t> &want) {
+    int failures = 0;
+    std::vector<uint8_t> got(want.size());
+    for (uint32_t count : {0u, 1u, 3u, 8u, 32u, 33u, 40u}) {
+        for (uint64_t bytes : {1u, 15u, 16u, 513u, 1024u, 2047u, 2560u}) {
+            for (uint64_t offset : {0u, 1u, 4u, 16u}) {
+                const uint64_t apart = (bytes + 31) / 16 * 16 + offset;  // aligned places, and others
+                CHECK(cudaMemset(destination, 0xee, want.size()));
+                const ManyParameters p{destination + 64, source + offset, bytes, apart, count};
+                copy_many<<<1, 32, kStagingOfLaunch>>>(p);
+                CHECK(cudaDeviceSynchronize());
+                CHECK(cudaMemcpy(got.data(), destination, want.size(), cudaMemcpyDefault));
+                bool ok = true;
+                for (uint64_t i = 0; i < want.size() && ok; ++i) {
+                    const uint64_t place = i < 64 ? count : (i - 64) / apart, within = i < 64 ? 0 : (i - 64) % apart;
+                    ok = got[i] == (place < count && within < bytes ? want[offset + within] : 0xee);
+                }
+                failures += !ok;
+                if (!ok)
+                    std::printf("WRONG: %llu bytes to %u places, offset %llu\n", static_cast<unsigned long long>(bytes),
+                                count, static_cast<unsigned long long>(offset));
+            }
+        }
+    }
+    return failures;
+}
+
 static int check_exactness(int peer) {
     constexpr uint64_t kRoom = 1 << 17;
     std::vector<uint8_t> want(kRoom), got(kRoom);
@@ -151,6 +193,10 @@ static int check_exactness(int peer) {
         }
     }
     std::printf("copies checked: %d, wrong: %d\n", cases, failures);
+    CHECK(cudaMemcpy(source, want.data(), kRoom, cudaMemcpyDefault));
+    for (uint8_t *destination : {local, remote}) {
+        if (destination != nullptr) failures += check_many(source, destination, want);
+    }
 
     uint64_t *signal, *errors;
     CHECK(cudaHostAlloc(&signal, 64, cudaHostAllocMapped));
@@ -236,6 +282,7 @@ int main(int argc, char **) {
     }
     CHECK(cudaSetDevice(0));
     CHECK(cudaFuncSetAttribute(copy_once, cudaFuncAttributeMaxDynamicSharedMemorySize, 30720 + kStagingOfLaunch));
+    CHECK(cudaFuncSetAttribute(copy_many, cudaFuncAttributeMaxDynamicSharedMemorySize, kStagingOfLaunch));
     CHECK(cudaFuncSetAttribute(relay, cudaFuncAttributeMaxDynamicSharedMemorySize, kStagingOfLaunch));
     const int failures = check_exactness(devices > 1 ? 1 : -1);
     if (argc == 1 && failures == 0) measure(devices);  // any argument: the checks alone

@@ -61,36 +61,47 @@ static __device__ __noinline__ void vector_copy(uint8_t *destination, const uint
     }
 }
 
-// One row to several places: it is loaded once, and all stores of a load follow it.
-template <class To>
-__device__ __forceinline__ void vector_copy_to_many(To to, uint32_t count, const uint8_t *source, uint64_t bytes) {
+__device__ __forceinline__ uint8_t *address_of_lane(uint8_t *mine, uint32_t lane) {
+    return reinterpret_cast<uint8_t *>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(mine), lane));
+}
+
+// One row to at most 32 places, a lane's each: it is loaded once, and all stores of a load follow it.
+__device__ __forceinline__ void copy_to_lanes(uint8_t *mine, uint32_t count, const uint8_t *source, uint64_t bytes) {
     constexpr uint32_t kUnroll = 4;
-    uint64_t addresses = reinterpret_cast<uint64_t>(source);
-    for (uint32_t i = 0; i < count; ++i) addresses |= reinterpret_cast<uint64_t>(to(i));
-    if ((addresses & 15) != 0) {
-        for (uint32_t i = 0; i < count; ++i) vector_copy(to(i), source, bytes);
+    const uint64_t addresses = reinterpret_cast<uint64_t>(mine) | reinterpret_cast<uint64_t>(source);
+    if (!__all_sync(0xffffffffu, (addresses & 15) == 0)) {
+        for (uint32_t i = 0; i < count; ++i) vector_copy(address_of_lane(mine, i), source, bytes);
         return;
     }
-    const uint64_t pieces = bytes / 16;
+    const auto pieces = static_cast<uint32_t>(bytes / 16);
     const auto *from = reinterpret_cast<const Piece<16> *>(source);
-    for (uint64_t base = lane(); base < pieces; base += kUnroll * 32) {
+    for (uint32_t base = 0; base < pieces; base += kUnroll * 32) {  // the whole warp: lanes ask each other
         Piece<16> loaded[kUnroll];
+        const uint32_t first = base + lane();
 #pragma unroll
         for (uint32_t j = 0; j < kUnroll; ++j) {
-            if (base + j * 32 < pieces) loaded[j] = from[base + j * 32];
+            if (first + j * 32 < pieces) loaded[j] = from[first + j * 32];
         }
         for (uint32_t i = 0; i < count; ++i) {
-            auto *destination = reinterpret_cast<Piece<16> *>(to(i));
+            auto *destination = reinterpret_cast<Piece<16> *>(address_of_lane(mine, i));
 #pragma unroll
             for (uint32_t j = 0; j < kUnroll; ++j) {
-                if (base + j * 32 < pieces) destination[base + j * 32] = loaded[j];
+                if (first + j * 32 < pieces) destination[first + j * 32] = loaded[j];
             }
         }
     }
-    const uint64_t rest = pieces * 16 + lane();
-    if (rest < bytes) {
-        const uint8_t byte = source[rest];
-        for (uint32_t i = 0; i < count; ++i) to(i)[rest] = byte;
+    const uint32_t rest = pieces * 16 + lane();
+    for (uint32_t i = 0; i < count && pieces * 16 < bytes; ++i) {
+        uint8_t *destination = address_of_lane(mine, i);
+        if (rest < bytes) destination[rest] = source[rest];
+    }
+}
+
+template <class To>
+__device__ __forceinline__ void vector_copy_to_many(To to, uint32_t count, const uint8_t *source, uint64_t bytes) {
+    for (uint32_t first = 0; first < count; first += 32) {
+        const uint32_t some = count - first < 32 ? count - first : 32;
+        copy_to_lanes(lane() < some ? to(first + lane()) : nullptr, some, source, bytes);
     }
 }
 
