@@ -156,25 +156,31 @@ UCCL_EP_DEVICE void direct_combine_receive(const LowLatencyCombineParameters &p)
     uint32_t elements;
     const uint32_t pieces = sum_pieces(shape, &elements);
     bool ok = !aborted(group);
-    for (uint32_t token = block; token < p.num_tokens; token += blocks) {
-        const TokenPicks pick(p.topk_idx, p.index_bytes, topk, token);
-        uint32_t num_sums = 0;
-        for_each_rank_of(pick, topk, local_experts, [&](uint32_t source) {
-            ++num_sums;
-            if (source == group.rank || device::lane() != 0) return;
+    const auto wait_rows = [&] {  // a rank a lane, so that their looks are under way together
+        for (uint32_t i = device::lane(); i < ranks; i += device::kWarpSize) {
+            const uint32_t source = (group.rank + i) % ranks;
+            if (i == 0) continue;
             const bool timed = p.wait_cost != nullptr && block == 0 && warp == 0;
             const uint64_t start = timed ? device::now_ns() : 0;
             ok = ok && direct_wait_rows<DirectCombine>(group, source, block, number);
             if (timed) p.wait_cost[source] += static_cast<int64_t>(device::now_ns() - start);
-        });
-        if (device::ballot(!ok) != 0) break;
+        }
         device::sync_lanes();  // what one lane has seen is there for all: a ballot orders no memory
+        ok = device::ballot(!ok) == 0;
+        return ok;
+    };
+    for (uint32_t token = block; token < p.num_tokens; token += blocks) {
+        const TokenPicks pick(p.topk_idx, p.index_bytes, topk, token);
+        uint32_t num_sums = 0;
+        for_each_rank_of(pick, topk, local_experts, [&](uint32_t) { ++num_sums; });
+        if (token == block && !wait_rows()) break;
+        const uint8_t *token_sums = sums + at.sum(token, 0);
         for (uint32_t piece = warp; piece < pieces; piece += warps) {
             const uint32_t begin = piece * elements;
             with_element(shape.payload_type, [&](auto element) {
                 add_sums<decltype(element)>(p.out + uint64_t{token} * shape.row_bytes, begin,
                                             shape.hidden - begin < elements ? shape.hidden : begin + elements, num_sums,
-                                            [&](uint32_t j) { return sums + at.sum(token, j); });
+                                            [&](uint32_t j) { return token_sums + j * at.sum_bytes; });
             });
         }
     }

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 Call = Callable[[], Any]
-CALLS_OF_A_GRAPH = 2
-"""Even: a library that alternates between two buffers on the host (DeepEP's low latency) would replay one call into the
+CALLS_OF_A_GRAPH = 10
+"""Many: in a model's graph an operation stands among hundreds of kernels, and a graph of few would time its own launch.
+Even: a library that alternates between two buffers on the host (DeepEP's low latency) would replay one call into the
 same buffer again and again, on signals that the last replay left, and so does not do what it does otherwise."""
 
 
