@@ -84,16 +84,17 @@ UCCL_EP_DEVICE bool direct_send_words(const Group &group, uint64_t number, uint3
     return true;
 }
 
-// Wait until a word is of operation `number`, and return it; another one on failure. `look()` is called between looks.
-// One thread.
+// Wait until a word is of operation `number`, and return it; another one on failure. `look()` is called now and then, so
+// that it may take longer than a look at the word. One thread.
 template <class Operation, class Word, class Look>
 UCCL_EP_DEVICE uint64_t direct_wait_word(const Group &group, Phase phase, uint32_t source, uint64_t number,
                                          const uint64_t *address, Look look) {
     uint64_t word = 0;
+    uint32_t polls = 0;
     wait_at_least(group, {phase, source, group.layout.signal_index(Operation::kRowsSignal, source, 0), number}, [&] {
         word = device::load_relaxed_system(address);
         if (Word::is_of(word, number)) return number;
-        look();
+        if (++polls % 64 == 0) look();
         return number - 1;
     });
     return word;
