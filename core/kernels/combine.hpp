@@ -7,7 +7,7 @@
 
 #include "block_memory.hpp"
 #include "dispatch.hpp"
-#include "numerics.hpp"
+#include "sums.hpp"
 
 namespace uccl_ep {
 

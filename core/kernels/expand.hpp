@@ -2,7 +2,7 @@
 #pragma once
 
 #include "block_memory.hpp"
-#include "numerics.hpp"
+#include "sums.hpp"
 
 namespace uccl_ep {
 

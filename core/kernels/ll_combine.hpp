@@ -4,7 +4,7 @@
 
 #include "block_memory.hpp"
 #include "ll_exchange.hpp"
-#include "numerics.hpp"
+#include "sums.hpp"
 #include "tokens.hpp"
 
 namespace uccl_ep {

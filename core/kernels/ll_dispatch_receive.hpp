@@ -2,8 +2,8 @@
 #pragma once
 
 #include "block_memory.hpp"
+#include "float8.hpp"
 #include "ll_exchange.hpp"
-#include "numerics.hpp"
 #include "tokens.hpp"
 
 namespace uccl_ep {

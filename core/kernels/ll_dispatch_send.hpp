@@ -1,9 +1,9 @@
 // The send half of a low-latency dispatch: rows are cast where that was asked for, and written into one message a rank.
 #pragma once
 
+#include "float8.hpp"
 #include "ll_exchange.hpp"
 #include "ll_placing.hpp"
-#include "numerics.hpp"
 
 namespace uccl_ep {
 

@@ -1,6 +1,6 @@
 // Sums of one run of elements, by 16-byte loads that neighbouring lanes make together: several of each row are on
 // their way at once, since a sum over rows is bound by the latency of its loads. The bits are those of ScalarRun
-// (numerics.hpp): the same additions in the same order. For primitives of GPUs, which include it
+// (sums.hpp): the same additions in the same order. For primitives of GPUs, which include it
 // at their end and give it `copy_bits`.
 #pragma once
 
@@ -45,8 +45,8 @@ class VectorRun {
         return loaded;
     }
 
-    // Sums on their way: whole lines of neighbouring lanes, so in an order of their own within a run of one piece; runs
-    // of more pieces are such runs, one behind the other.
+    // Sums on their way: whole lines of neighbouring lanes, so in an order of their own within a run of one piece;
+    // runs of more pieces are such runs, one behind the other.
     struct alignas(16) Chunk {
         Accumulator value[16 / sizeof(Accumulator)];
     };

@@ -30,7 +30,7 @@
 #include "staging.hpp"
 #include "vector_copy.hpp"
 
-// How core/kernels/numerics.hpp sums.
+// How core/kernels/sums.hpp sums.
 #define UCCL_EP_DEVICE_RUN ::uccl_ep::device::LongRun
 #define UCCL_EP_DEVICE_MIDDLE_RUN ::uccl_ep::device::MiddleRun
 #define UCCL_EP_DEVICE_SHORT_RUN ::uccl_ep::device::ShortRun
