@@ -1,13 +1,15 @@
-// A proxy: the thread that drains its rings into its lane. The hot loop allocates nothing.
+// A proxy: the thread that drains its rings into its lane. proxy.cpp has its passes, how it idles between them and how
+// it ends; command_staging.cpp what it does with commands. A pass allocates nothing.
 #pragma once
 
 #include <atomic>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "engine_types.hpp"
+#include "lane_faults.hpp"
+#include "lane_renewal.hpp"
 #include "notices.hpp"
 #include "outbound.hpp"
 #include "plan.hpp"
@@ -25,7 +27,7 @@ class Proxy {
     uint64_t pass(bool look = true);
 
     const ProxyStats &stats() const { return stats_; }
-    std::string error() const;
+    std::string error() const { return faults_.words(); }  // any thread
     // The function of the transport that the proxy is in, nullptr: in none. Any thread.
     const char *inside() const { return inside_.load(std::memory_order_relaxed); }
     // Passes so far, which go on while no function of the transport keeps the thread. Any thread.
@@ -35,7 +37,17 @@ class Proxy {
 
   private:
     uint64_t poll_completions();
-    uint64_t drain(RingReader &ring);
+    bool flush();
+    void back_off(uint64_t empty_passes);
+    bool finished(uint64_t now);
+
+    // In command_staging.cpp.
+    struct Drained {
+        uint64_t commands;         // steps done: commands, or pieces of one
+        uint64_t rings_with_more;  // that were left before they were empty
+    };
+    Drained drain();  // a batch of each ring
+    uint64_t drain_ring(RingReader &ring);
     bool stage(RingReader &ring);  // one step of the ring's current command; false: not now
     bool dropped(RingReader &ring);
     bool begin(RingReader &ring);
@@ -43,17 +55,14 @@ class Proxy {
     bool check(const Command &command, uint32_t *key);
     void refuse(const Command &command, const char *wrong);
     bool under_caps(uint32_t peer, uint64_t bytes) const;
-    void charge(uint32_t peer, uint64_t bytes, bool add);
+    void charge(uint32_t peer, uint64_t bytes, bool add) {
+        if (capped_) {
+            const uint64_t change = add ? bytes : uint64_t{0} - bytes;
+            shared_->inflight_peer[peer].fetch_add(change, std::memory_order_relaxed);
+            shared_->inflight_nic.fetch_add(change, std::memory_order_relaxed);
+        }
+    }
     void seal();
-    bool flush();
-    void fail(const Fault &fault);
-    void lost(uint32_t peer);
-    void remember(const std::string &words);
-    bool can_retry(uint32_t peer);
-    void renew();
-    void lane_broke(int64_t error, uint32_t peer, const char *what);
-    void back_off(uint64_t empty_passes);
-    bool finished(uint64_t now);
 
     std::shared_ptr<EngineShared> shared_;
     uint32_t lane_;
@@ -64,14 +73,14 @@ class Proxy {
     std::vector<RingReader> rings_;
     std::vector<uccl_ep_completion> completions_;
     std::unique_ptr<TraceRecorder> trace_;  // nullptr: off
-    uint64_t max_write_;      // bytes
+    uint64_t max_write_;                    // bytes
     uint64_t cap_peer_;
     bool capped_;
-    bool have_open_ = false;   // the write that the next command may still join: staged, not sealed
+    bool have_open_ = false;                // the write that the next command may still join: staged, not sealed
     Outbound::Staged open_{};
     struct {
         uint64_t commands, writes, merged, bytes;
-    } tally_{};                // of this pass, on its way to stats_
+    } tally_{};                             // of this pass, on its way to stats_
     // Of `shared_`, which checks and staging look at for every command.
     const EngineShared::SignalName *names_;
     SenderSignal *senders_;
@@ -83,27 +92,19 @@ class Proxy {
     uint32_t outbox_entries_;
     uint32_t batch_;
     bool windowed_;
+    bool some_gone_ = false;                // the group goes on without some rank: commands for it are dropped
     bool follows_completions_;
     LookAway look_away_;
-    uint64_t looked_commands_ = 0;  // what this pass found in the rings
-    uint64_t rings_with_more_ = 0;  // or that it did not look at
+    Drained looked_{};                      // what this pass found in the rings, or that it did not look at
+    void (*wake_)(void *);                  // may be nullptr
+    // From here on: what few passes touch.
+    LaneFaults faults_;
+    LaneRenewal renewal_;
     uint64_t last_tick_ns_ = 0;
-    bool some_gone_ = false;  // the group goes on without some rank: commands for it are dropped
-    bool broken_ = false;     // the lane failed: the transport is not called on it any more
-    // Operations that completed with an error and are posted again under a new generation of the lane.
-    bool renewable_;
-    void (*wake_)(void *);      // may be nullptr
-    bool lane_down_ = false;  // an operation failed: nothing is posted until the lane is renewed
-    std::vector<uccl_ep_completion> failed_;
-    std::vector<uint64_t> again_;      // their tokens
-    uint64_t renewals_in_vain_ = 0;    // one after another, without an operation that succeeded
-    uint64_t renew_deadline_ns_ = 0;
     bool drained_told_ = false;
     uint64_t aborted_at_ns_ = 0;
     std::atomic<const char *> inside_{nullptr};
-    std::atomic<uint64_t> passes_{0};  // written by the thread alone
-    mutable std::mutex error_mutex_;
-    std::string error_;
+    std::atomic<uint64_t> passes_{0};       // written by the thread alone
 };
 
 }  // namespace uccl_ep

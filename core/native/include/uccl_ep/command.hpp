@@ -1,5 +1,5 @@
 // A command: what a kernel pushes into a ring of the channel and a proxy pops. One source for the
-// device (core/kernels/channel.hpp pushes) and the CPU (core/native/src/proxy.cpp pops).
+// device (core/kernels/channel.hpp pushes) and the CPU (core/native/src/command_staging.cpp pops).
 //
 //   "write `bytes` bytes at `local_offset` of my data window to `remote_offset` of rank `peer`'s
 //    data window; when this and all earlier writes of the same message are there, raise signal
