@@ -152,3 +152,24 @@ def test_report_shows_every_failing_rank(pool: RankPool) -> None:
     with pytest.raises(CaseFailure, match="rank 1: the process died"):
         pool.run(failing_case, ranks=4, arguments={"who": 1, "how": "die"})
     assert pool.run(rank_after_barrier, ranks=3) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_positions_are_where_rows_lie_also_of_experts_named_twice(num_ranks: int) -> None:
+    g = torch.Generator().manual_seed(num_ranks)
+    tokens, topk, local = 7, 5, 3
+    ids = [torch.randint(-1, local * num_ranks, (tokens, topk), generator=g) for _ in range(num_ranks)]
+    xs = [(torch.arange(tokens) + 100 * rank).float()[:, None] for rank in range(num_ranks)]
+    assert any(int(row.ge(0).sum()) > len(set(row[row >= 0].tolist())) for each in ids for row in each)
+    received = [reference.ll_dispatch(d, xs, ids, tokens * topk, local * num_ranks) for d in range(num_ranks)]
+    for rank in range(num_ranks):
+        places = reference.ll_positions(rank, ids, local * num_ranks)
+        taken = set()
+        for t in range(tokens):
+            for k in range(topk):
+                expert, place = int(ids[rank][t, k]), int(places[t, k])
+                assert (expert < 0) == (place < 0)
+                if expert >= 0:
+                    assert received[expert // local].x[expert % local, place, 0] == xs[rank][t, 0]
+                    taken.add((expert, place))
+        assert len(taken) == int((ids[rank] >= 0).sum()), "two picks of one row"

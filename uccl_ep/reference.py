@@ -284,11 +284,12 @@ def ll_positions(rank: int, topk_idxs: Sequence[Tensor], num_experts: int) -> Te
         picks = ids.long().flatten()
         before += torch.bincount(picks[picks >= 0], minlength=num_experts)
     ids = topk_idxs[rank].long()
-    hot = torch.zeros(ids.shape[0], num_experts + 1, dtype=torch.int64)
-    safe = torch.where(ids >= 0, ids, num_experts)
-    hot.scatter_(1, safe, 1)
-    earlier = (hot.cumsum(0) - hot).gather(1, safe)
-    return torch.where(ids >= 0, earlier + before[ids.clamp(min=0)], -1)
+    picks = torch.where(ids >= 0, ids, num_experts).flatten()
+    added = torch.bincount(picks, minlength=num_experts + 1)
+    order = torch.argsort(picks, stable=True)  # an expert's rows in the order of tokens, and of k within a token
+    earlier = torch.empty_like(picks)
+    earlier[order] = torch.arange(picks.numel()) - (added.cumsum(0) - added)[picks[order]]
+    return torch.where(ids >= 0, earlier.view(ids.shape) + before[ids.clamp(min=0)], -1)
 
 
 def ll_combine(
