@@ -137,7 +137,7 @@ class Flight:
 
 def run(ctx: Context, seed: int, steps: int) -> None:
     rng, of_rank = random.Random(seed), random.Random(seed * 131 + ctx.rank)
-    buffer = ctx.new_buffer(num_rdma_bytes=192 << 20)
+    buffer = ctx.new_buffer(num_rdma_bytes=1400 << 20)  # touched as far as used
     flights: list[Flight] = []  # in the order of their dispatches
     dispatches = 0
     for _ in range(steps):
