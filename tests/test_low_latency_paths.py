@@ -223,7 +223,7 @@ def different_ways(ctx: Context, before: int) -> tuple[int, str]:
 
 @pytest.mark.parametrize("before", [0, 1, 4])
 def test_ranks_that_go_different_ways_raise_at_once(pool: RankPool, before: int) -> None:
-    reports = pool.run(different_ways, ranks=3, options={**DIRECTLY, "UCCL_EP_TIMEOUT_S": "100"}, timeout_s=20,
+    reports = pool.run(different_ways, ranks=3, options={**DIRECTLY, "UCCL_EP_TIMEOUT_S": "100"}, timeout_s=60,
                        arguments={"before": before})  # fmt: skip
     assert len({culprit for culprit, _ in reports}) == 1, reports
     for _, words in reports:
