@@ -6,7 +6,6 @@ import pytest
 
 from ranks import RankPool
 
-
 PROGRAMS = [
     (path, lanes, seed) for seed in range(40) for path, lanes in (("direct", 32), ("direct", 1), ("packed", 32))
 ]
