@@ -17,7 +17,7 @@ from ranks import Context, RankPool, check_equal
 from stream_cases import LowLatencyPair, finish_low_latency, start_low_latency
 from uccl_ep import Buffer
 from uccl_ep.low_latency.path import DIRECT_PICKS
-from uccl_ep_core.errors import PeerFailure
+from uccl_ep_core.errors import ArgumentError, PeerFailure
 
 FEW, TOPK = 40, 4
 DIRECTLY = {"UCCL_EP_LOW_LATENCY_PATH": "direct"}
@@ -182,7 +182,9 @@ def no_word_is_old(ctx: Context) -> None:
     buffer.destroy()
 
 
-def test_no_word_is_old(pool: RankPool) -> None:
+def test_no_word_is_old(pool: RankPool, request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--lanes") not in (None, 1):
+        pytest.skip("16,386 operations, which take blocks of many lanes minutes; lone lanes send the same words")
     pool.run(no_word_is_old, ranks=2, options=DIRECTLY, timeout_s=120)
 
 
@@ -233,3 +235,31 @@ def test_ranks_that_go_different_ways_raise_at_once(pool: RankPool, before: int)
         else:
             assert "num_max_dispatch_tokens_per_rank is " in words
             assert all(str(value) in words for value in (FEW, many(3)))
+
+
+def beside_a_graph(ctx: Context, captured: str) -> str:
+    """A call while the backend says that it captures, then one that wants the other path; what is said then."""
+    n, buffer = ctx.num_ranks, new_buffer(ctx)
+    backend = buffer._communicator.backend
+    few = LowLatencyPair(ctx, [FEW] * n, 0, FEW, "random")
+    too_many = LowLatencyPair(ctx, [many(n)] * n, 1, many(n), "random")
+    first, second = (few, too_many) if captured == "direct" else (too_many, few)
+    backend.is_capturing = lambda: True
+    finish_low_latency(ctx, buffer, first, start_low_latency(ctx, buffer, first))
+    del backend.is_capturing
+    said = ""
+    try:
+        finish_low_latency(ctx, buffer, second, start_low_latency(ctx, buffer, second))
+    except ArgumentError as error:
+        said = str(error)
+    finish_low_latency(ctx, buffer, first, start_low_latency(ctx, buffer, first))
+    launches = buffer._communicator.stats()["launches"]
+    assert any("direct" in name for name in launches) == (captured == "direct"), launches
+    buffer.destroy()
+    return said
+
+
+@pytest.mark.parametrize("captured", ["direct", "packed"])
+def test_calls_keep_to_the_path_of_a_captured_graph(pool: RankPool, captured: str) -> None:
+    for said in pool.run(beside_a_graph, ranks=2, options=DIRECTLY, arguments={"captured": captured}):
+        assert ("UCCL_EP_LOW_LATENCY_PATH=packed" in said) == (captured == "direct"), said

@@ -212,6 +212,7 @@ class Connection:
             "transport": general.transport,
             "plan": general.plan,
             "low_latency_path": general.low_latency_path,
+            "num_sms": general.num_sms,
             **arguments,
         }
         agree(self.bootstrap, "agreeing on options", mine)

@@ -159,6 +159,11 @@ class GpuBackend(abc.ABC):
     def current_stream(self) -> int:
         """Native handle of torch's current stream."""
 
+    def is_capturing(self) -> bool:
+        """Whether what the current stream is given goes into a graph, to run when that is replayed; False where a
+        device has no graphs."""
+        return False
+
     @abc.abstractmethod
     def communication_stream(self) -> int:
         """Native handle of the stream this backend's own work runs on when it is not the current one."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from uccl_ep_core._native import kernels
-from uccl_ep_core.errors import HandleError
+from uccl_ep_core.errors import ArgumentError, HandleError
 from uccl_ep_core.kernel_parameters import Quantization
 
 from ..communicator import Communicator
@@ -34,6 +34,7 @@ class LowLatency:
         self._combine_buffers = (Results(), Results())
         self._receive_halves = ReceiveHalves(communicator)
         self._paths: dict[str, str] = {}  # last taken, by kind of operation
+        self._captured: str | None = None  # the path of the graphs that were captured: all calls keep to it
         self.mask: torch.Tensor | None = None
 
     def dispatch(
@@ -73,7 +74,11 @@ class LowLatency:
         )
         self._receive_halves.check_room("dispatch")
         num_tokens, num_topk = outgoing.topk_idx.shape
-        direct = choose(communicator, outgoing.shape, masked=self.mask is not None)
+        direct = None
+        if self._captured != PACKED:
+            direct = choose(communicator, outgoing.shape, masked=self.mask is not None)
+        if direct is None:
+            self._refuse_beside_graphs(PACKED)
         if direct is not None:
             path, kernel, num_chunks = DIRECT, "uccl_ep_ll_direct_dispatch", 0
             grid, send_bytes = direct.grid, direct.placing_bytes()
@@ -148,6 +153,7 @@ class LowLatency:
         returning = Returning.check(communicator, state, x, topk_idx, topk_weights, out, wait_cost)
         self._receive_halves.check_room("combine")
         self._receive_halves.check_received(state.generation)
+        self._refuse_beside_graphs(state.path)
         self._change_path("combine", state.path)
         parameters = combine_parameters(communicator.group_struct(), returning, state, self.mask, own_in_place=at_once)
         if state.path == DIRECT:
@@ -170,6 +176,21 @@ class LowLatency:
             self._receive_halves.run_all()
             self._communicator.barrier()
         self._paths[kind] = path
+        if self._captured is None and self._communicator.backend.is_capturing():
+            self._captured = path
+
+    def _refuse_beside_graphs(self, path: str) -> None:
+        """The barrier of a change of path would not be part of a graph that is replayed after it.
+
+        Raises:
+            ArgumentError: graphs captured on this buffer take the other path.
+        """
+        if self._captured not in (None, path):
+            raise ArgumentError(
+                f"this call's rows go {path}, and those of a graph captured on this buffer {self._captured}: a replay "
+                'would not wait for what was sent the other way. Set low_latency_path = "packed" '
+                "(UCCL_EP_LOW_LATENCY_PATH=packed), which all shapes can take, or use another buffer"
+            )
 
     def combine_buffer(self, handle: object) -> torch.Tensor:
         """Memory [L, num_ranks * max_tokens, hidden] for expert outputs, which the send half reads as it is."""

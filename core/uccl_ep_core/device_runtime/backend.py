@@ -278,6 +278,11 @@ class RuntimeBackend(VendorDevices, GpuBackend, abc.ABC):
     def current_stream(self) -> int:
         return self._torch.current_stream()
 
+    def is_capturing(self) -> bool:
+        self._check_open()
+        with self._driver.active(self.ordinal):
+            return self._driver.is_capturing(self._torch.current_stream())
+
     def communication_stream(self) -> int:
         self._check_open()
         return self._communication_stream
