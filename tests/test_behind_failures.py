@@ -59,6 +59,14 @@ def ahead(communicator: Any) -> Iterator[Guarded]:
         del communicator.check, communicator.backend.empty
 
 
+def failure_of(communicator: Any) -> str:
+    """What the next check says, without which rank it was raised on: WHO failed."""
+    with pytest.raises(PeerFailure) as failure:
+        communicator.check()
+    assert failure.value.rank == WHO, failure.value
+    return str(failure.value).partition(" (raised on")[0]
+
+
 @contextmanager
 def launching_as_on_a_gpu(communicator: Any) -> Iterator[None]:
     """What a launch finds is told to the next check, not by the launch itself."""
@@ -126,10 +134,7 @@ def everything_behind(ctx: Context, kernel: str, expand: bool, multiple: bool) -
         with ahead(communicator) as memory:
             pair()
             memory.check()
-        with pytest.raises(PeerFailure) as failure:
-            communicator.check()
-        assert failure.value.rank == WHO, failure.value
-        message = str(failure.value).partition(" (raised on")[0]
+        message = failure_of(communicator)
     ctx.barrier()  # whoever left is waited for in vain until then
     buffer.destroy()
     return message
@@ -244,10 +249,7 @@ def low_latency_behind(ctx: Context, hook: bool, pairs_before: int) -> str:
             pair()
             pair()
             memory.check()
-        with pytest.raises(PeerFailure) as failure:
-            communicator.check()
-        assert failure.value.rank == WHO, failure.value
-        message = str(failure.value).partition(" (raised on")[0]
+        message = failure_of(communicator)
     ctx.barrier()
     buffer.destroy()
     return message

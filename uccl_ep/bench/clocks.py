@@ -29,13 +29,12 @@ class WallClock:
         """All ranks are here, and nothing runs."""
         dist.barrier(self._group)
 
-    def microseconds(self, call: Call, repeats: int = 1) -> float:
-        """Of one of ``repeats`` calls, from the moment that all ranks are here."""
+    def microseconds(self, call: Call) -> float:
+        """Of a call, from the moment that all ranks are here."""
         self.synchronize()
         started = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        return (time.perf_counter() - started) * 1e6 / repeats
+        call()
+        return (time.perf_counter() - started) * 1e6
 
 
 class EventClock:
@@ -52,15 +51,14 @@ class EventClock:
         torch.cuda.synchronize()
         dist.barrier(self._group)
 
-    def microseconds(self, call: Call, repeats: int = 1) -> float:
+    def microseconds(self, call: Call) -> float:
         self.synchronize()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        for _ in range(repeats):
-            call()
+        call()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) * 1e3 / repeats
+        return start.elapsed_time(end) * 1e3
 
     def graph(self, call: Call) -> Call:
         """`CALLS_OF_A_GRAPH` such calls captured, to be replayed: what they cost without the CPU's part. Every rank
