@@ -1,4 +1,4 @@
-"""Blocks of several warps, as a GPU runs them: teams that share a role, and low-latency halves of whole blocks.
+"""Blocks of several warps, as a GPU runs them: teams of all or some of them, and low-latency halves of whole blocks.
 
 The host backend takes one warp a block unless it has a thread for every role; here it has. With 64 lanes these are
 the wavefronts of a GPU that has such, executed.
@@ -6,6 +6,7 @@ the wavefronts of a GPU that has such, executed.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 import cases
 from ranks import Context, RankPool
 from uccl_ep_core import kernel_parameters
+from uccl_ep_core.errors import CapabilityError
 
 STRUCTS = {
     "uccl_ep_dispatch": kernel_parameters.DispatchParameters,
@@ -66,6 +68,46 @@ def test_teams_work_a_role_together(pool: RankPool, ranks: int, domain: int, thr
     for seen in launches:
         assert {kernel for kernel, _ in seen} == set(STRUCTS)
         assert all(warps > 1 for _, warps in seen), seen
+
+
+# One block for all: teams of a part of it. Four ranks in two domains send, receive, forward and keep.
+@pytest.mark.parametrize(
+    ("ranks", "domain", "threads", "lanes", "arguments"),
+    [
+        (2, 0, 1, 1, {"tokens": [70, 0], "dtype": "fp8", "hidden": 256}),
+        (2, 0, 1, 32, {"tokens": [33, 9], "bias": 2, "routing": "holes"}),
+        (4, 2, 2, 1, {"tokens": [33, 0, 50, 7], "hidden": 2048}),
+    ],
+)
+def test_teams_share_a_block(
+    pool: RankPool, ranks: int, domain: int, threads: int, lanes: int, arguments: dict[str, Any]
+) -> None:
+    launches = pool.run(
+        high_throughput, ranks=ranks, domain=domain, timeout_s=120,
+        options={**options(lanes, threads), "UCCL_EP_BLOCK_TEAMS": "3", "UCCL_EP_NUM_SMS": str(threads),
+                 "UCCL_EP_SLOT_BYTES": "16384"},
+        arguments={"hidden": 200, "experts": 8, "topk": 3, "cached": True, "seed": ranks, **arguments},
+    )  # fmt: skip
+    teams = {"uccl_ep_dispatch": 4, "uccl_ep_combine": 6}
+    assert launches == [[(k, teams[k]) for k in ("uccl_ep_dispatch", "uccl_ep_dispatch", "uccl_ep_combine")]] * ranks
+
+
+def refused(ctx: Context) -> str:
+    """What is said of more teams than a device has barriers for, such as one whose blocks have one."""
+    backend = type(ctx.buffer()._communicator.backend)
+    limits = backend.limits
+    backend.limits = property(lambda self: dataclasses.replace(limits.fget(self), block_teams=1))
+    try:
+        with pytest.raises(CapabilityError) as error:
+            ctx.new_buffer(options={"block_teams": 3})
+    finally:
+        backend.limits = limits
+    return str(error.value)
+
+
+def test_more_teams_than_a_block_can_have(pool: RankPool) -> None:
+    for said in pool.run(refused, ranks=2, timeout_s=120):
+        assert "block_teams = 3" in said and "use 1" in said
 
 
 def limited(ctx: Context, num_sms: int, by_call: bool, **arguments: Any) -> tuple[int, dict[str, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import struct
 import weakref
@@ -20,6 +21,7 @@ from .cores import Cores, Place
 from .domains import ranks_per_domain, reachable_ranks
 from .low_latency.capacity import LowLatencyCapacity
 from .resources import Resources
+from .team_grids import BLOCK_TEAMS, Room, Work, suitable_channels
 
 logger = logging.getLogger("uccl_ep")
 
@@ -27,6 +29,7 @@ RINGS_PER_PROXY = 4
 HOST_SLOT_BYTES = 128 << 10  # stays in the caches
 GPU_SLOT_BYTES = 256 << 10  # a slot costs some microseconds of signals, whatever it holds
 MOST_CHANNELS = 48  # chosen automatically; more bring no bandwidth, and each has its own slots
+MOST_RING_BYTES = 1 << 30  # of a data window, in slots of channels whose number was chosen automatically
 DEFAULT_LIMIT_S = 300.0  # as plugins.toml has it
 
 
@@ -110,7 +113,15 @@ class Connection:
                 raise CapabilityError(f"{self.num_ranks} ranks: at most {_native.MAX_RANKS} are supported")
             configuration = Configuration.resolve(overrides)
             selection = configuration.select_gpu_backend(torch_device)
-            return configuration, selection, selection.plugin.open(selection.device, selection.options)
+            backend = selection.plugin.open(selection.device, selection.options)
+            most, wanted = backend.limits.block_teams, configuration.general.block_teams
+            if wanted > most:
+                backend.close()
+                raise CapabilityError(
+                    f"block_teams = {wanted}: a block of GPU backend {selection.name} has at most {most} of several "
+                    f"warps, use {most}"
+                )
+            return configuration, selection, backend
 
         self.configuration, self._backend_selection, self.backend = together(
             self.bootstrap, "opening the GPU backend", configure
@@ -130,7 +141,8 @@ class Connection:
         first = self.rank // self.ranks_per_domain * self.ranks_per_domain
         self.domain_ranks = range(first, first + self.ranks_per_domain)
         remote = [rank for rank in range(self.num_ranks) if rank not in self.domain_ranks]
-        wanted = general.num_channels or self._automatic_channels(), self._direct_blocks()
+        self.slot_bytes = general.slot_bytes or (HOST_SLOT_BYTES if self._on_cpu else GPU_SLOT_BYTES)
+        wanted = general.num_channels or self._automatic_channels(bool(remote)), self._direct_blocks()
         every = bootstrap.all_gather(wanted, "agreeing on channels")
         self.num_channels, self.direct_blocks = (min(values) for values in zip(*every, strict=True))
         if remote or general.transport != "auto":  # a named transport must be usable, needed or not
@@ -142,23 +154,27 @@ class Connection:
         return remote
 
     def _lay_out(self, low_latency_bytes: int, has_remote: bool) -> None:
-        general = self.general
-        on_cpu = self.backend.torch_device.type == "cpu"
-        self.slot_bytes = general.slot_bytes or (HOST_SLOT_BYTES if on_cpu else GPU_SLOT_BYTES)
         self.capacity = LowLatencyCapacity.of(low_latency_bytes, self.num_ranks, remote=has_remote)
-        self.layout = _native.Layout(
-            num_ranks=self.num_ranks,
-            ranks_per_domain=self.ranks_per_domain,
-            num_channels=self.num_channels,
-            num_slots=general.num_slots,
-            slot_bytes=self.slot_bytes,
+        self.layout = self._layout(
+            self.num_channels,
+            has_remote,
             ll_dispatch_bytes=self.capacity.dispatch_bytes,
             ll_combine_bytes=self.capacity.combine_bytes,
             ll_outbox_bytes=self.capacity.outbox_bytes,
-            has_remote=has_remote,
         )
-        num_proxies = general.num_proxies if has_remote else 0
+        num_proxies = self.general.num_proxies if has_remote else 0
         self.cores = Cores.of(self._places, self.rank, self.backend.waiting_threads + num_proxies)
+
+    def _layout(self, num_channels: int, has_remote: bool, **low_latency: int) -> _native.Layout:
+        return _native.Layout(
+            num_ranks=self.num_ranks,
+            ranks_per_domain=self.ranks_per_domain,
+            num_channels=num_channels,
+            num_slots=self.general.num_slots,
+            slot_bytes=self.slot_bytes,
+            has_remote=has_remote,
+            **low_latency,
+        )
 
     def _share_windows(self, has_remote: bool) -> dict[int, Any]:
         """Allocate this rank's windows and import those of its domain; returns the identity of every other rank."""
@@ -217,15 +233,26 @@ class Connection:
         }
         agree(self.bootstrap, "agreeing on options", mine)
 
-    @property
-    def dispatch_roles(self) -> int:
-        """Teams that one channel of a high-throughput dispatch needs."""
-        return int(_native.kernels.dispatch_roles(self.num_ranks, self.ranks_per_domain))
+    @functools.cached_property
+    def dispatch_work(self) -> Work:
+        """The roles of one channel of a high-throughput dispatch."""
+        return Work.of_dispatch(self.num_ranks, self.ranks_per_domain)
+
+    @functools.cached_property
+    def combine_work(self) -> Work:
+        """Likewise of a combine."""
+        return Work.of_combine(self.num_ranks)
 
     @property
-    def waiting_dispatch_roles(self) -> int:
-        """Those of them that wait for each other, the first ones."""
-        return max(1, self.dispatch_roles - 1)
+    def _on_cpu(self) -> bool:
+        return self.backend.torch_device.type == "cpu"
+
+    @functools.cached_property
+    def team_room(self) -> Room:
+        """What a high-throughput kernel may take. A CPU thread runs its warps in turn: teams gain it nothing."""
+        limits = self.backend.limits
+        suits = 1 if self._on_cpu else min(BLOCK_TEAMS, limits.block_teams)
+        return Room(self.most_blocks, limits, self.general.block_teams or suits)
 
     @property
     def most_blocks(self) -> int:
@@ -233,16 +260,11 @@ class Connection:
         running = self.backend.limits.max_blocks
         return min(running, self.general.num_sms or running)
 
-    def _automatic_channels(self) -> int:
-        """As many channels as have a block for each role, or where there is none for each, a warp.
-
-        Under ``num_sms`` for each that waits: dispatch and combine of two ranks take all of few multiprocessors so.
-        """
-        most, roles = self.most_blocks, self.dispatch_roles
-        blocks = self.waiting_dispatch_roles if self.general.num_sms else roles
-        if blocks > most:
-            blocks = -(-roles // self.backend.limits.max_warps_per_block)
-        return max(1, min(MOST_CHANNELS, most // blocks))
+    def _automatic_channels(self, has_remote: bool) -> int:
+        """As many as suit the device. Under ``num_sms`` the rows that stay may share the team of a receiver."""
+        dispatch = self.dispatch_work if self.general.num_sms else self.dispatch_work.without_sharing()
+        most = min(MOST_CHANNELS, MOST_RING_BYTES // self._layout(1, has_remote).data_bytes())
+        return suitable_channels(dispatch, self.combine_work, self.team_room, max(1, most))
 
     def _direct_blocks(self) -> int:
         """Blocks of a direct low-latency kernel: equal on all ranks, as a block meets that of its number elsewhere."""

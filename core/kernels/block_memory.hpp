@@ -103,7 +103,7 @@ struct CombineTerm {
     uint32_t reserved;
 };
 
-// What the reducing team keeps. Rows that come home from a rank are numbered in the order of its tokens; every message
+// What the reducing team keeps; a block has only one such, as it works for one channel. Rows that come home from a rank are numbered in the order of its tokens; every message
 // but the last is full, so a row's number says where it lies.
 struct CombineProgress {
     uint64_t *received;  // [ranks] messages received in earlier operations

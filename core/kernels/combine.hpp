@@ -226,7 +226,7 @@ UCCL_EP_KERNEL(uccl_ep_combine, CombineParameters) {
     const Group &group = p.group;
     const uint32_t ranks = group.num_ranks();
     if (!may_begin(group)) return;
-    const ChannelTeams teams = ChannelTeams::of(p.team_warps, group.layout.num_channels);
+    const ChannelTeams teams = channel_teams(p.team_warps, group.layout.num_channels);
     const Team team = Team::of(p.team_warps);
     for (uint32_t role = teams.first; role < combine_roles(group.layout); role += teams.count) {
         if (role == 0) {

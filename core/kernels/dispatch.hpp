@@ -24,17 +24,10 @@ UCCL_EP_DEVICE void write_message_header(const Group &group, uint8_t *slot, Oper
                                                              {format.scale_bytes, format.num_topk, format.dtype}};
 }
 
-// Which roles of which channel the team of this warp takes: role `first` and each `count`-th after it.
-struct ChannelTeams {
-    uint32_t channel, first, count;
-
-    UCCL_EP_DEVICE static ChannelTeams of(uint32_t team_warps, uint32_t channels) {
-        const uint32_t in_block = device::warps_per_block() / team_warps;
-        return {device::block_index() % channels,
-                device::block_index() / channels * in_block + device::warp_in_block() / team_warps,
-                device::num_blocks() / channels * in_block};
-    }
-};
+UCCL_EP_DEVICE ChannelTeams channel_teams(uint32_t team_warps, uint32_t channels) {
+    return ChannelTeams::of(team_warps, channels, device::block_index(), device::num_blocks(), device::warp_in_block(),
+                            device::warps_per_block());
+}
 
 UCCL_EP_DEVICE RowFormat row_format(const DispatchShape &shape) {
     return {shape.row_bytes, shape.scale_bytes, shape.num_topk, shape.dtype};
@@ -320,7 +313,7 @@ UCCL_EP_KERNEL(uccl_ep_dispatch, DispatchParameters) {
     const Layout &layout = group.layout;
     const uint32_t channels = layout.num_channels, per_domain = layout.ranks_per_domain, ranks = layout.num_ranks;
     if (!may_begin(group)) return;
-    const ChannelTeams teams = ChannelTeams::of(p.team_warps, channels);
+    const ChannelTeams teams = channel_teams(p.team_warps, channels);
     const Team team = Team::of(p.team_warps);
     const uint32_t channel = teams.channel;
     // Where the last role has no team of its own, the first does it, before its own: what comes meanwhile fills slots,

@@ -13,7 +13,21 @@ UCCL_EP_DEVICE uint32_t dispatch_roles(const Layout &layout) {
     return (layout.num_ranks - 1) + (layout.ranks_per_domain - 1) + 2 * (layout.num_domains() - 1) + 1;
 }
 
-// A sender for each other rank, and one that sums.
+// One that sums, and a sender for each other rank.
 UCCL_EP_DEVICE uint32_t combine_roles(const Layout &layout) { return layout.num_ranks; }
+
+// Which roles of which channel the team of a warp takes: role `first` and each `count`-th after it. A block works for one
+// channel. Neighbouring roles go to different blocks, so that each block gets of every kind: receivers are the first roles,
+// and the rows that stay the last.
+struct ChannelTeams {
+    uint32_t channel, first, count;
+
+    // A grid of whole blocks for each channel, of whole teams each.
+    UCCL_EP_DEVICE static ChannelTeams of(uint32_t team_warps, uint32_t channels, uint32_t block, uint32_t num_blocks,
+                                          uint32_t warp, uint32_t num_warps) {
+        const uint32_t blocks = num_blocks / channels;
+        return {block % channels, warp / team_warps * blocks + block / channels, num_warps / team_warps * blocks};
+    }
+};
 
 }  // namespace uccl_ep

@@ -41,30 +41,31 @@ UCCL_EP_DEVICE bool fail_difference(const Group &group, Phase phase, uint32_t so
     return true;
 }
 
-// The warps that work a role together: one, or all of their block. Each has its own copy of the team's state, and
-// all of them make the same calls; the leader alone meets the peer.
+// The warps that work a role together: one, all of their block, or as many as divide it evenly, so that one team's
+// wait leaves the multiprocessor to the others. Each warp has its own copy of the team's state, and all of them make the
+// same calls; the leader alone meets the peer.
 struct Team {
     uint32_t index = 0, size = 1;  // this warp, in warps
 
-    // Teams are dealt to the roles of a channel in order; `team_warps` is 1 or the warps of a block.
-    UCCL_EP_DEVICE static Team of(uint32_t team_warps) {
-        return {team_warps == 1 ? 0 : device::warp_in_block(), team_warps};
-    }
+    UCCL_EP_DEVICE static Team of(uint32_t team_warps) { return {device::warp_in_block() % team_warps, team_warps}; }
     UCCL_EP_DEVICE bool leads() const { return index == 0 && device::lane() == 0; }
     UCCL_EP_DEVICE void sync() const {
         if (size == 1) {
             device::sync_warp();
         } else {
-            device::sync_block();
+            device::sync_warps(first_warp(), size);
         }
     }
     // Whether the first lanes of all warps say so; also a sync().
     UCCL_EP_DEVICE bool all(bool ok) const {
-        if (size != 1) return device::sync_block_all(ok || device::lane() != 0);
+        if (size != 1) return device::sync_warps_all(first_warp(), size, ok || device::lane() != 0);
         const uint32_t answer = device::broadcast(static_cast<uint32_t>(ok));
         device::sync_warp();
         return answer != 0;
     }
+
+  private:
+    UCCL_EP_DEVICE uint32_t first_warp() const { return device::warp_in_block() - index; }
 };
 
 // Both ends of a stream, in window offsets and signal indices; computed by the functions below.

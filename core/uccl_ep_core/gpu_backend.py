@@ -26,12 +26,15 @@ class KernelLimits:
         max_warps_per_block: warps of one block.
         warp_size: lanes of a warp or wavefront.
         max_shared_bytes: most ``shared_bytes`` of a launch.
+        block_teams: most groups of several warps that one block may be divided into, each of which waits for its own
+            warps alone (``device::sync_warps``); 1: warps meet all of their block, or alone.
     """
 
     max_blocks: int
     max_warps_per_block: int
     warp_size: int
     max_shared_bytes: int = 32 << 10
+    block_teams: int = 1
 
 
 class Window(abc.ABC):

@@ -128,6 +128,12 @@ class General:
         minimum=0,
         maximum=4096,
     )
+    block_teams: int = _option(
+        0,
+        "teams of several warps that share a block of a high-throughput kernel at most; 0: as suits the device",
+        minimum=0,
+        maximum=6,
+    )
     slot_bytes: int = _option(
         0,
         "bytes of a high-throughput slot, a multiple of 64, 4096 at least; 0: as suits the device",

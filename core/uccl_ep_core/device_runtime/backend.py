@@ -6,7 +6,7 @@ import abc
 import ctypes
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -44,6 +44,9 @@ class RuntimeBackend(VendorDevices, GpuBackend, abc.ABC):
         make_kernels: loads all kernels for this device; its context is current.
         max_blocks: blocks of a launch that wait for each other; 0: one a multiprocessor.
     """
+
+    BLOCK_TEAMS: ClassVar[int] = 1
+    """`KernelLimits.block_teams`, as the primitives are."""
 
     @classmethod
     @abc.abstractmethod
@@ -109,7 +112,7 @@ class RuntimeBackend(VendorDevices, GpuBackend, abc.ABC):
     def limits(self) -> KernelLimits:
         warps = self.facts.max_threads_per_block // self.facts.warp_size
         shared_bytes = self.facts.max_shared_bytes - self.facts.staging_bytes
-        return KernelLimits(self._max_blocks, warps, self.facts.warp_size, shared_bytes)
+        return KernelLimits(self._max_blocks, warps, self.facts.warp_size, shared_bytes, self.BLOCK_TEAMS)
 
     def describe(self) -> Mapping[str, Any]:
         """Facts for ``uccl-ep info``."""

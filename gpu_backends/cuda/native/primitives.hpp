@@ -77,6 +77,30 @@ UCCL_EP_DEVICE bool sync_block_all(bool predicate) {
     return __syncthreads_and(predicate) != 0;
 }
 
+// By one of the barriers that a block has besides its own, which is number 0.
+static_assert(UCCL_EP_MAX_THREADS / kWarpSize < 16, "a barrier for whichever warp is the first");
+UCCL_EP_DEVICE void sync_warps(uint32_t first, uint32_t count) {
+    detail::drain();
+    __syncwarp();
+    asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(1 + first), "r"(count * kWarpSize) : "memory");
+}
+UCCL_EP_DEVICE bool sync_warps_all(uint32_t first, uint32_t count, bool predicate) {
+    detail::drain();
+    __syncwarp();
+    uint32_t all;
+    asm volatile(
+        "{\n"
+        ".reg .pred mine, all;\n"
+        "setp.ne.u32 mine, %3, 0;\n"
+        "barrier.cta.red.and.pred.aligned all, %1, %2, mine;\n"
+        "selp.u32 %0, 1, 0, all;\n"
+        "}"
+        : "=r"(all)
+        : "r"(1 + first), "r"(count * kWarpSize), "r"(static_cast<uint32_t>(predicate))
+        : "memory");
+    return all != 0;
+}
+
 // ---- warp collectives ----
 UCCL_EP_DEVICE LaneMask ballot(bool predicate) { return __ballot_sync(kAllLanes, predicate); }
 

@@ -34,6 +34,8 @@ class CudaBackend(RuntimeBackend):
     DEVICE_REMEDY = "check nvidia-smi and CUDA_VISIBLE_DEVICES"
     TORCH_REMEDY = "install a CUDA build of torch: https://pytorch.org/get-started/locally"
 
+    BLOCK_TEAMS = 15  # as many barriers as a block has besides its own
+
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "max_blocks": Option(0, "blocks of a launch at most; 0: one for each multiprocessor", minimum=0),
         "library": Option("", "path of libcuda; empty: that of the system"),

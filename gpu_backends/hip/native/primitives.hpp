@@ -80,6 +80,10 @@ UCCL_EP_DEVICE bool sync_block_all(bool predicate) {
     return all;
 }
 
+// The device has one barrier a block, so these are all warps of it: KernelLimits.block_teams is 1.
+UCCL_EP_DEVICE void sync_warps(uint32_t, uint32_t) { sync_block(); }
+UCCL_EP_DEVICE bool sync_warps_all(uint32_t, uint32_t, bool predicate) { return sync_block_all(predicate); }
+
 // ---- warp collectives ----
 UCCL_EP_DEVICE LaneMask ballot(bool predicate) {
     if constexpr (kWarpSize == 64) return __builtin_amdgcn_ballot_w64(predicate);

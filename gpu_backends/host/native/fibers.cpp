@@ -98,6 +98,7 @@ void Block::take_shape(uint32_t num_blocks, uint32_t num_warps, size_t shared_by
         fibers_.push_back(std::move(fiber));
     }
     warp_barriers_.resize(num_warps);
+    team_barriers_.resize(num_warps);
     exchange_.resize(num_fibers_);
     // Exactly as much as asked for, so that AddressSanitizer sees a kernel that writes past it.
     if (shared_bytes_ != shared_bytes || !shared_) shared_.reset(new std::byte[shared_bytes + 64]);
@@ -257,14 +258,12 @@ void Block::yield() {
     if (next != running_) switch_to(next);
 }
 
-void Block::wait_at(Barrier &barrier, uint32_t expected) {
+void Block::wait_at(Barrier &barrier, uint32_t first_fiber, uint32_t expected) {
     progressed_ = true;
     if (++barrier.arrived == expected) {
         barrier.arrived = 0;
         ++barrier.generation;
-        const bool whole_block = &barrier == &block_barrier_;
-        const uint32_t first = whole_block ? 0 : warp() * num_lanes_;
-        for (uint32_t i = first; i < first + expected; ++i) fibers_[i]->blocked = false;
+        for (uint32_t i = first_fiber; i < first_fiber + expected; ++i) fibers_[i]->blocked = false;
         return;
     }
     const uint64_t generation = barrier.generation;
@@ -273,21 +272,22 @@ void Block::wait_at(Barrier &barrier, uint32_t expected) {
 }
 
 void Block::sync_warp() {
-    if (num_lanes_ > 1) wait_at(warp_barriers_[warp()], num_lanes_);
+    if (num_lanes_ > 1) wait_at(warp_barriers_[warp()], warp() * num_lanes_, num_lanes_);
 }
 
-void Block::sync_block() {
-    if (num_fibers_ > 1) wait_at(block_barrier_, num_fibers_);
+void Block::sync_warps(uint32_t first, uint32_t count) {
+    if (count * num_lanes_ > 1) wait_at(team_barriers_[first], first * num_lanes_, count * num_lanes_);
 }
 
-bool Block::sync_block_all(bool predicate) {
-    if (num_fibers_ == 1) return predicate;
-    if (!predicate) vote_ = false;
-    sync_block();
-    const bool result = vote_;
-    sync_block();  // all have read it
-    if (running_ == 0) vote_ = true;
-    sync_block();  // nobody votes again before it is reset
+bool Block::sync_warps_all(uint32_t first, uint32_t count, bool predicate) {
+    if (count * num_lanes_ == 1) return predicate;
+    bool &vote = team_barriers_[first].vote;
+    if (!predicate) vote = false;
+    sync_warps(first, count);
+    const bool result = vote;
+    sync_warps(first, count);  // all have read it
+    if (running_ == first * num_lanes_) vote = true;
+    sync_warps(first, count);  // nobody votes again before it is reset
     return result;
 }
 

@@ -70,10 +70,12 @@ class Block {
     void progress() { progressed_ = true; }
     bool interrupted() const { return interruption_->asked(); }
 
-    // Wait for all lanes of this warp, or for all fibers of the block.
+    // Wait for all lanes of this warp, for those of some warps, or for all fibers of the block.
     void sync_warp();
-    void sync_block();
-    bool sync_block_all(bool predicate);
+    void sync_warps(uint32_t first, uint32_t count);
+    bool sync_warps_all(uint32_t first, uint32_t count, bool predicate);
+    void sync_block() { sync_warps(0, num_warps_); }
+    bool sync_block_all(bool predicate) { return sync_warps_all(0, num_warps_, predicate); }
 
     // 64 bits per lane, for exchanges inside a warp (each lane writes its own, then sync_warp).
     uint64_t &exchange(uint32_t lane) { return exchange_[warp() * num_lanes_ + lane]; }
@@ -82,11 +84,12 @@ class Block {
     struct Barrier {
         uint32_t arrived = 0;
         uint64_t generation = 0;
+        bool vote = true;
     };
     struct Fiber;
 
     void end_round();
-    void wait_at(Barrier &barrier, uint32_t expected);
+    void wait_at(Barrier &barrier, uint32_t first_fiber, uint32_t expected);
     void switch_to(uint32_t next);
     void resume_scheduler();
     void look_around();
@@ -100,7 +103,6 @@ class Block {
     uint32_t running_ = 0;
     uint32_t alive_ = 0;
     bool progressed_ = false;
-    bool vote_ = true;
     bool looks_ = false;
     uint32_t yields_ = 0;
     Doorbell *doorbell_ = nullptr;  // nullptr: there is a core for each thread, so waits keep theirs
@@ -112,7 +114,7 @@ class Block {
     size_t shared_bytes_ = 0;
     std::vector<std::unique_ptr<Fiber>> fibers_;
     std::vector<Barrier> warp_barriers_;
-    Barrier block_barrier_;
+    std::vector<Barrier> team_barriers_;  // of warps from each one on
     std::vector<uint64_t> exchange_;
     std::unique_ptr<Fiber> scheduler_;
     const void *scheduler_bottom_ = nullptr;  // AddressSanitizer only

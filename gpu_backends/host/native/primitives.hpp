@@ -61,6 +61,12 @@ inline void sync_lanes() { sync_warp(); }  // where no copy is under way
 inline void sync_block() { host::Block::current().sync_block(); }
 // The same, and whether `predicate` holds on all threads of the block.
 inline bool sync_block_all(bool predicate) { return host::Block::current().sync_block_all(predicate); }
+// The same for warps [first, first + count) of the block alone: several such runs of warps, which do not overlap, may be
+// at this at once, each as often as it likes. A backend whose KernelLimits.block_teams is 1 is only asked for all warps.
+inline void sync_warps(uint32_t first, uint32_t count) { host::Block::current().sync_warps(first, count); }
+inline bool sync_warps_all(uint32_t first, uint32_t count, bool predicate) {
+    return host::Block::current().sync_warps_all(first, count, predicate);
+}
 
 // ---- warp collectives ----
 inline LaneMask ballot(bool predicate) {

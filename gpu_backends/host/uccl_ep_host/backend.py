@@ -91,7 +91,11 @@ class HostBackend(GpuBackend):
     def __init__(self, lanes: int, threads: int) -> None:
         self._launcher = _native_module(lanes).Launcher()
         self._limits = KernelLimits(
-            max_blocks=threads, max_warps_per_block=1 << 12, warp_size=lanes, max_shared_bytes=1 << 30
+            max_blocks=threads,
+            max_warps_per_block=1 << 12,
+            warp_size=lanes,
+            max_shared_bytes=1 << 30,
+            block_teams=1 << 12,
         )
 
     @classmethod
