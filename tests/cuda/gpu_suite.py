@@ -2,11 +2,11 @@
 
     python tests/cuda/gpu_suite.py --ranks 8 [--out FOLDER] [--only exact killed] [--limit-s 570]
 
-Exactness at real shapes with one domain, and with domains of 1, 2 and 4 ranks whose bytes go through proxies;
-2,000 steps of each mode with random delays; a rank killed and a rank that stays away; then times, balanced and skewed,
-against NCCL and DeepEP where they can be had. Ranks share GPUs where there are fewer. A stage that fails, or for which
-no time is left, is named at the end, and the exit status is 1. ``--small`` takes small shapes and runs without a GPU
-too, on the host backend: that is how this file itself is tested.
+Exactness at real shapes with one domain, also on few multiprocessors, and with domains of 1, 2 and 4 ranks whose
+bytes go through proxies; 2,000 steps of each mode with random delays; a rank killed and a rank that stays away; then
+times, balanced and skewed, against NCCL and DeepEP where they can be had. Ranks share GPUs where there are fewer. A
+stage that fails, or for which no time is left, is named at the end, and the exit status is 1. ``--small`` takes small
+shapes and runs without a GPU too, on the host backend: that is how this file itself is tested.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ class Suite:
 
     def stages(self) -> dict[str, Callable[[], str]]:
         found: dict[str, Callable[[], str]] = {"exact, one domain": lambda: self.exact(0)}
+        found["exact, 24 SMs"] = lambda: self.exact(0, {"UCCL_EP_NUM_SMS": "24"})
         for size in self.domains():
             found[f"exact, domains of {size}"] = lambda size=size: self.exact(size)  # type: ignore[misc]
         for mode in ("high_throughput", "low_latency"):
@@ -115,7 +116,7 @@ class Suite:
             found[f"bench, domains of {size}"] = lambda size=size: self.bench(size)  # type: ignore[misc]
         return found
 
-    def exact(self, domain: int) -> str:
+    def exact(self, domain: int, options: dict[str, str] | None = None) -> str:
         n, widest, most = self.ranks, self.sizes.widest, min(128, 2 * self.sizes.tokens)
         experts = 24 * n
 
@@ -140,7 +141,8 @@ class Suite:
         with self.pool() as pool:
             for function, rows in (("cases:high_throughput", high), ("cases:low_latency", low)):
                 pool.run(
-                    "on_gpu:several", ranks=n, domain=domain, options=SHM if domain else {}, timeout_s=240,
+                    "on_gpu:several", ranks=n, domain=domain, timeout_s=240,
+                    options={**(SHM if domain else {}), **(options or {})},
                     arguments={"function": function, "rows": rows},
                 )  # fmt: skip
         return f"{len(high)} + {len(low)} cases equal to the reference bit for bit"

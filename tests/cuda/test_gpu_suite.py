@@ -23,12 +23,12 @@ def run_suite(folder: Path, *arguments: str) -> dict[str, dict[str, object]]:
 
 def test_stages_that_check(tmp_path: Path) -> None:
     stages = run_suite(tmp_path, "--only", "exact", "killed, low")
-    assert list(stages) == ["exact, one domain", "exact, domains of 1", "killed, low_latency"]
+    assert list(stages) == ["exact, one domain", "exact, 24 SMs", "exact, domains of 1", "killed, low_latency"]
 
 
 @pytest.mark.full
 def test_every_stage(tmp_path: Path) -> None:
-    assert len(run_suite(tmp_path)) == 14
+    assert len(run_suite(tmp_path)) == 15
     assert json.loads((tmp_path / "ep2_domains_of_1.json").read_text())
 
 

@@ -41,12 +41,14 @@ def run(
     domain: int = 0,
     limit_s: float = 0,
     may_die: tuple[int, ...] = (),
+    num_sms: int = 0,
     **arguments: Any,
 ) -> list[Any]:
     """``function``, "module:name" of the common suite, on buffers of GPUs."""
+    wanted = {"UCCL_EP_TIMEOUT_S": limit_s, "UCCL_EP_NUM_SMS": num_sms}
     return pool.run(
         on_gpu.case, ranks=ranks, domain=domain, timeout_s=180, may_die=may_die,
-        options={"UCCL_EP_TIMEOUT_S": str(limit_s)} if limit_s else {},
+        options={name: str(value) for name, value in wanted.items() if value},
         arguments={"function": function, "arguments": arguments},
     )  # fmt: skip
 
@@ -63,6 +65,16 @@ def test_high_throughput(gpu_pool: RankPool, ranks: int, domain: int, dtype: str
 @pytest.mark.parametrize("hidden", [64, 100, 2880, 7168])
 def test_high_throughput_of_any_hidden_size(gpu_pool: RankPool, hidden: int) -> None:
     run(gpu_pool, "cases:high_throughput", tokens=[65] * RANKS, hidden=hidden, experts=16, topk=8)
+
+
+# Teams that share a block: three in a dispatch and two in a combine at 2 ranks, other divisions at 4 in two domains.
+@pytest.mark.parametrize("num_sms", [1, 4, 24])
+@pytest.mark.parametrize(("ranks", "domain"), [(RANKS, 0), (4, 2)])
+def test_high_throughput_on_few_multiprocessors(gpu_pool: RankPool, ranks: int, domain: int, num_sms: int) -> None:
+    run(
+        gpu_pool, "cases:high_throughput", ranks=ranks, domain=domain, num_sms=num_sms, dtype="fp8",
+        tokens=[997, 0, 256, 31][:ranks], hidden=2048, experts=16, topk=4, bias=1, cached=True, routing="holes",
+    )  # fmt: skip
 
 
 def test_high_throughput_of_real_shape(gpu_pool: RankPool) -> None:
