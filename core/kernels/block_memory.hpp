@@ -112,9 +112,10 @@ struct CombineProgress {
     uint32_t *after;     // [ranks] and of the next after this round
     int32_t *row;        // [tokens of a round][ranks] number of the token's row, -1: none
 
-    // Tokens of one round: enough for all warps, and no more than whose rows the slots can hold.
+    // Tokens of one round: equally many for all warps, 8 at least, since a round costs some waits and meetings whatever
+    // it holds; and no more than whose rows the slots can hold.
     UCCL_EP_DEVICE static constexpr uint32_t tokens(uint32_t warps, uint32_t ranks, uint32_t slots, uint32_t capacity) {
-        const uint32_t wanted = warps == 1 ? 8 : warps, held = (slots - 1) * capacity + 1;
+        const uint32_t wanted = (warps + 7) / warps * warps, held = (slots - 1) * capacity + 1;
         const uint32_t fit = ranks < 2048 ? 2048 / ranks : 1;
         const uint32_t few = wanted < held ? wanted : held;
         return few < fit ? few : fit;

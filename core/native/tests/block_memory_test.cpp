@@ -56,7 +56,7 @@ TEST(low_latency_arrivals) {
 
 TEST(combine_progress) {
     for (const uint32_t ranks : {1u, 2u, 3u, 64u, 1024u, 4096u}) {
-        for (const uint32_t warps : {1u, 2u, 12u}) {
+        for (const uint32_t warps : {1u, 2u, 4u, 6u, 12u}) {
             const auto at = CombineProgress::in(memory, warps, ranks);
             CHECK_EQ(end_of(at.terms, warps * (ranks + 2)), end_of(at.next, 0));
             CHECK_EQ(end_of(at.next, ranks), end_of(at.after, 0));
