@@ -121,6 +121,24 @@ UCCL_EP_DEVICE void sum_payload(uint32_t payload_type, uint8_t *out, uint32_t be
     });
 }
 
+// The same sum, of whole rows of `row_bytes`, for one of several that a warp makes: a device may have rows on their way
+// and sum them in a later call, so all calls but the last of them say `more`, and until that one returns no row may
+// change, no sum be read and the warp copy nothing. `term` is asked in this call alone. A device that does this gives
+// UCCL_EP_DEVICE_SUM_AHEAD(out, bytes, num_terms, row, with_type, finish), which returns whether it takes the rows at
+// hand (else they are summed here), and leaves nothing undone if `finish` says so; with_type(use) calls use(Element{}).
+template <class Term>
+UCCL_EP_DEVICE void sum_payload_ahead(uint32_t payload_type, uint8_t *out, uint32_t elements, uint32_t row_bytes,
+                                      uint32_t num_terms, Term term, bool more) {
+#ifdef UCCL_EP_DEVICE_SUM_AHEAD
+    const auto with_type = [&](auto use) { with_element(payload_type, use); };
+    if (UCCL_EP_DEVICE_SUM_AHEAD(out, row_bytes, num_terms, term, with_type, !more)) return;
+#else
+    static_cast<void>(row_bytes);
+    static_cast<void>(more);
+#endif
+    sum_payload<false>(payload_type, out, 0, elements, num_terms, term, [](uint32_t) { return 1.0f; });
+}
+
 // Elements that a warp sums at a time, by the runs given: pieces of a row that are shared out begin at multiples of
 // it.
 template <template <class> class AnyRun>

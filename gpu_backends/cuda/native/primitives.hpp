@@ -27,6 +27,7 @@
 
 #include "async_copy.hpp"
 #include "bulk_copy.hpp"
+#include "bulk_sums.hpp"
 #include "staging.hpp"
 #include "vector_copy.hpp"
 
@@ -241,6 +242,18 @@ UCCL_EP_DEVICE uint16_t floats_to_float8(float low, float high) {
 }
 #endif
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+// To bfloat16 as core/kernels/numerics.hpp rounds, `low` to the low half. The conversion makes 0x7fff of a NaN, the
+// contract 0x7fc0: all other results are less than that as signed numbers, so the lesser of the two is right.
+#define UCCL_EP_DEVICE_BFLOAT16_PAIR ::uccl_ep::device::floats_to_bfloat16
+UCCL_EP_DEVICE uint32_t floats_to_bfloat16(float low, float high) {
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    asm("min.s16x2 %0, %1, %2;" : "=r"(pair) : "r"(pair), "r"(0x7fc07fc0u));
+    return pair;
+}
+#endif
+
 // What registers hold, as something else of the same size.
 template <class To, class From>
 UCCL_EP_DEVICE void copy_bits(To &to, const From &from) {
@@ -251,3 +264,23 @@ UCCL_EP_DEVICE void copy_bits(To &to, const From &from) {
 }  // namespace uccl_ep::device
 
 #include "vector_run.hpp"
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+namespace uccl_ep::device {
+
+// ---- sums whose rows are fetched ahead (core/kernels/sums.hpp says what is asked of it) ----
+#define UCCL_EP_DEVICE_SUM_AHEAD ::uccl_ep::device::sum_ahead
+template <class Row, class WithType>
+UCCL_EP_DEVICE bool sum_ahead(uint8_t *out, uint32_t bytes, uint32_t num_terms, Row row, WithType with_type,
+                              bool finish) {
+    const auto sum = [&](uint8_t *to, const uint8_t *rows, uint32_t row_bytes, uint32_t terms) {
+        with_type([&](auto element) {
+            sum_pieces<decltype(element)>(reinterpret_cast<RunPiece *>(to), reinterpret_cast<const RunPiece *>(rows),
+                                          row_bytes / static_cast<uint32_t>(sizeof(RunPiece)), terms);
+        });
+    };
+    return detail::staged_sum(out, bytes, num_terms, row, sum, finish);
+}
+
+}  // namespace uccl_ep::device
+#endif
