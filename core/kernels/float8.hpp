@@ -46,12 +46,14 @@ struct Scale {
     float stored;  // what the receiver multiplies with
 };
 
-// amax / 448, and its inverse; or that rounded up to a power of two, whose inverse is exact.
+// amax / 448, and its inverse; or that rounded up to a power of two, whose inverse is exact. A NaN stays one.
 UCCL_EP_DEVICE Scale scale_of(float amax, bool power_of_two) {
-    amax = amax > 1e-4f ? amax : 1e-4f;  // a row of zeros has a scale too
-    if (!power_of_two) return {448.0f / amax, amax / 448.0f};
-    const uint32_t bits = device::float_to_bits(amax / 448.0f);
+    amax = amax < 1e-4f ? 1e-4f : amax;  // a row of zeros has a scale too
+    const float scale = amax / 448.0f;
+    if (!power_of_two) return {448.0f / amax, scale};
+    const uint32_t bits = device::float_to_bits(scale);
     const uint32_t exponent = (bits >> 23) + ((bits & 0x7fffffu) != 0 ? 1 : 0);
+    if (exponent > 254) return {device::bits_to_float(0x7fc00000u), device::bits_to_float(255u << 23)};
     return {device::bits_to_float((254u - exponent) << 23), device::bits_to_float(exponent << 23)};
 }
 
@@ -61,70 +63,120 @@ struct alignas(sizeof(T) * kCount <= 16 ? sizeof(T) * kCount : alignof(T)) Pack 
     T value[kCount];
 };
 
+// The same bits in few registers: a GPU would keep each element of a pack in one of its own.
+template <uint32_t kBytes>
+struct Words {
+    uint32_t word[kBytes / 4];
+};
+template <>
+struct Words<2> {
+    uint16_t word[1];
+};
+
 template <class T, uint32_t kCount>
 UCCL_EP_DEVICE bool pack_is_aligned(const T *address) {
     return sizeof(T) * kCount > 16 || reinterpret_cast<uint64_t>(address) % alignof(Pack<T, kCount>) == 0;
 }
 
-// The cast of one group of kScaleGroup elements to e4m3, with its scale; the whole warp. A lane has neighbouring
-// elements, as many as the warp size leaves it.
-class GroupCast {
+// The cast of kGroups groups of kScaleGroup elements to e4m3, each with its scale; the whole warp. A lane has neighbouring
+// elements of each, as many as the warp size leaves it. They stay as they were loaded until the cast, so that all loads
+// are under way together, and lane i works out the scale of group i, since a division is a long chain.
+// kWhole: all groups are whole, and lie as one load has them.
+template <class Storage, uint32_t kGroups, bool kWhole>
+class GroupCasts {
+    static_assert(kGroups <= device::kWarpSize, "a lane has one scale at most");
     static constexpr uint32_t kMine = kScaleGroup / device::kWarpSize;
 
   public:
-    template <class Element>
-    UCCL_EP_DEVICE void load(const uint8_t *bytes, uint32_t hidden, uint32_t group) {
-        using Storage = typename Element::Storage;
-        const auto *row = reinterpret_cast<const Storage *>(bytes);
-        const uint32_t begin = group * kScaleGroup + device::lane() * kMine;
-        const uint32_t count = count_of(hidden, begin);
-        if (count == kMine && pack_is_aligned<Storage, kMine>(row + begin)) {
-            const auto pack = *reinterpret_cast<const Pack<Storage, kMine> *>(row + begin);
-            UCCL_EP_UNROLL
-            for (uint32_t i = 0; i < kMine; ++i) values_[i] = static_cast<float>(Element::load(pack.value[i]));
-        } else {
-            UCCL_EP_UNROLL
-            for (uint32_t i = 0; i < kMine; ++i)
-                values_[i] = i < count ? static_cast<float>(Element::load(row[begin + i])) : 0.0f;
-        }
+    // Groups first, first + step, ... below those of the row.
+    UCCL_EP_DEVICE GroupCasts(uint32_t hidden, uint32_t first, uint32_t step)
+        : hidden_(hidden), groups_(scale_groups(hidden)), first_(first), step_(step) {}
+
+    UCCL_EP_DEVICE static bool is_whole(const Storage *row, uint32_t hidden) {
+        return hidden % kScaleGroup == 0 && pack_is_aligned<Storage, kMine>(row);
     }
 
-    UCCL_EP_DEVICE void cast(bool power_of_two) {
-        uint32_t largest = 0;  // as bits: magnitudes order like integers, and a NaN above all
-        UCCL_EP_UNROLL
-        for (uint32_t i = 0; i < kMine; ++i) {
-            const uint32_t magnitude = device::float_to_bits(values_[i]) & 0x7fffffffu;
-            largest = magnitude > largest ? magnitude : largest;
-        }
-        const Scale scale = scale_of(device::reduce_max(device::bits_to_float(largest)), power_of_two);
-        UCCL_EP_UNROLL
-        for (uint32_t i = 0; i < kMine; ++i) values_[i] *= scale.multiplier;
-        floats_to_float8<kMine>(cast_.value, values_);
-        scale_ = scale.stored;
-    }
-
-    UCCL_EP_DEVICE void store(uint8_t *out, uint32_t hidden, uint32_t group) const {
-        const uint32_t begin = group * kScaleGroup + device::lane() * kMine;
-        const uint32_t count = count_of(hidden, begin);
-        if (count == kMine && pack_is_aligned<uint8_t, kMine>(out + begin)) {
-            *reinterpret_cast<Pack<uint8_t, kMine> *>(out + begin) = cast_;
-        } else {
-            UCCL_EP_UNROLL
-            for (uint32_t i = 0; i < kMine; ++i) {
-                if (i < count) out[begin + i] = cast_.value[i];
+    UCCL_EP_DEVICE void load(const Storage *row) {
+        for_each([&](uint32_t i, uint32_t begin) {
+            Pack<Storage, kMine> pack;
+            if constexpr (kWhole) {
+                pack = *reinterpret_cast<const Pack<Storage, kMine> *>(row + begin);
+            } else {
+                UCCL_EP_UNROLL
+                for (uint32_t j = 0; j < kMine; ++j)
+                    pack.value[j] = begin + j < hidden_ ? row[begin + j] : Storage{0};
             }
-        }
+            device::copy_bits(loaded_[i], pack);
+        });
     }
 
-    UCCL_EP_DEVICE float scale() const { return scale_; }
+    template <class ToFloat>
+    UCCL_EP_DEVICE void cast(ToFloat to_float, bool power_of_two) {
+        const auto values_of = [&](uint32_t i, float *values) {
+            Pack<Storage, kMine> pack;
+            device::copy_bits(pack, loaded_[i]);
+            UCCL_EP_UNROLL
+            for (uint32_t j = 0; j < kMine; ++j) values[j] = to_float(pack.value[j]);
+        };
+        uint32_t amax = 0;  // of this lane's group; as bits, magnitudes order like integers, and a NaN above all
+        for_each([&](uint32_t i, uint32_t) {
+            float values[kMine];
+            values_of(i, values);
+            uint32_t largest = 0;
+            UCCL_EP_UNROLL
+            for (uint32_t j = 0; j < kMine; ++j) {
+                const uint32_t magnitude = device::float_to_bits(values[j]) & 0x7fffffffu;
+                largest = magnitude > largest ? magnitude : largest;
+            }
+            largest = device::reduce_max(largest);
+            if (device::lane() == i) amax = largest;
+        });
+        const Scale scale = scale_of(device::bits_to_float(amax), power_of_two);
+        scale_ = scale.stored;
+        for_each([&](uint32_t i, uint32_t) {
+            const float multiplier = device::broadcast(scale.multiplier, i);
+            float values[kMine];
+            values_of(i, values);
+            UCCL_EP_UNROLL
+            for (uint32_t j = 0; j < kMine; ++j) values[j] *= multiplier;
+            Pack<uint8_t, kMine> pack;
+            floats_to_float8<kMine>(pack.value, values);
+            device::copy_bits(cast_[i], pack);
+        });
+    }
+
+    // Messages have rows of whole groups at multiples of 64 bytes.
+    UCCL_EP_DEVICE void store(uint8_t *row, float *scales) const {
+        for_each([&](uint32_t i, uint32_t begin) {
+            Pack<uint8_t, kMine> pack;
+            device::copy_bits(pack, cast_[i]);
+            if constexpr (kWhole) {
+                *reinterpret_cast<Pack<uint8_t, kMine> *>(row + begin) = pack;
+            } else {
+                UCCL_EP_UNROLL
+                for (uint32_t j = 0; j < kMine; ++j) {
+                    if (begin + j < hidden_) row[begin + j] = pack.value[j];
+                }
+            }
+        });
+        const uint32_t group = first_ + device::lane() * step_;
+        if (device::lane() < kGroups && group < groups_) scales[group] = scale_;
+    }
 
   private:
-    UCCL_EP_DEVICE static uint32_t count_of(uint32_t hidden, uint32_t begin) {
-        return begin >= hidden ? 0 : hidden - begin < kMine ? hidden - begin : kMine;
+    // Calls `visit(i, begin)` for each group that the row has: `begin` is the first element of this lane.
+    template <class Visit>
+    UCCL_EP_DEVICE void for_each(Visit visit) const {
+        UCCL_EP_UNROLL
+        for (uint32_t i = 0; i < kGroups; ++i) {
+            const uint32_t group = first_ + i * step_;
+            if (group < groups_) visit(i, group * kScaleGroup + device::lane() * kMine);
+        }
     }
 
-    float values_[kMine];
-    Pack<uint8_t, kMine> cast_;
+    uint32_t hidden_, groups_, first_, step_;
+    Words<kMine * sizeof(Storage)> loaded_[kGroups];
+    Words<kMine> cast_[kGroups];
     float scale_;
 };
 

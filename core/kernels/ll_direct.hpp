@@ -146,18 +146,22 @@ UCCL_EP_DEVICE_SELDOM bool direct_wait_room(const Group &group, uint64_t number)
     return device::ballot(!ok) == 0;
 }
 
+// The warp of a block that meets the other ranks: it tells them what was written, and sees what they have. The last one,
+// which has the least of a row.
+UCCL_EP_DEVICE bool is_herald() { return device::warp_in_block() == device::warps_per_block() - 1; }
+
 // Tell block b of every other rank that the rows of this operation are written, and what has been read before. Everything
-// that this block wrote comes first. The whole block. A receiver does not tell at its end what it has read: that would
-// cost a fence, and nobody needs to know before the send of the next operation but one.
+// that this block wrote comes first. The whole block meets; then the herald waits for a fence, the others go on. A
+// receiver does not tell at its end what it has read: that would cost a fence, and nobody needs to know before the send
+// of the next operation but one.
 template <class Operation>
 UCCL_EP_DEVICE void direct_raise(const Group &group, uint64_t number) {
     const uint64_t read = direct_read<Operation>(group);
     const bool failed = failed_before(group);
     device::sync_block();
-    if (failed) return;  // the rows are not there: whoever waits for them ends by the failure
-    const uint32_t threads = device::warps_per_block() * device::kWarpSize;
-    const uint32_t thread = device::warp_in_block() * device::kWarpSize + device::lane();
-    for (uint32_t i = thread; i < group.num_ranks(); i += threads) {
+    // Where the dispatch failed the rows are not there: whoever waits for them ends by the failure.
+    if (failed || !is_herald()) return;
+    for (uint32_t i = device::lane(); i < group.num_ranks(); i += device::kWarpSize) {
         const uint32_t peer = (group.rank + i) % group.num_ranks(), block = device::block_index();
         if (i != 0) device::fence_system();  // for both; and this rank keeps what it has told
         device::store_relaxed_system(direct_flag(group, peer, Operation::kRead, group.rank, block), read);

@@ -121,7 +121,7 @@ UCCL_EP_DEVICE void direct_combine_send(const LowLatencyCombineParameters &p) {
     uint64_t *sent = Counters::direct(group, DirectCombine::kSent, device::block_index());
     const uint64_t number = *sent + 1;
     bool asked = false, ok = false;
-    if (warp == device::warps_per_block() - 1) {
+    if (is_herald()) {
         ok = direct_send_words<DirectCombine, WeightWord>(
             group, number, p.num_tokens, topk, [&](uint32_t token, uint32_t k) {
                 return WeightWord::of(number, p.topk_weights[uint64_t{token} * topk + k]);
@@ -134,7 +134,7 @@ UCCL_EP_DEVICE void direct_combine_send(const LowLatencyCombineParameters &p) {
         return ok;
     };
     auto *terms = reinterpret_cast<WeightedRow *>(device::shared_memory()) + warp * topk;
-    // The others' tokens first; this rank's own while those sums travel.
+    // The others' tokens first; this rank's own while those sums travel, and while the herald waits for its fence.
     for (uint32_t own = 0; own < 2; ++own) {
         direct_sum_sources(p, own == 0 ? 1 : 0, own == 0 ? ranks - 1 : 1, number, terms, has_room);
         if (own == 0) direct_raise<DirectCombine>(group, number);
@@ -142,7 +142,8 @@ UCCL_EP_DEVICE void direct_combine_send(const LowLatencyCombineParameters &p) {
     if (warp == 0 && device::lane() == 0) *sent = number;
 }
 
-// The receive half. The whole grid.
+// The receive half. The whole grid. A warp adds the pieces that it summed of its rank's own rows, so it meets no other
+// before.
 UCCL_EP_DEVICE void direct_combine_receive(const LowLatencyCombineParameters &p) {
     const Group &group = p.group;
     const LowLatencyShape &shape = p.shape;
@@ -195,7 +196,6 @@ UCCL_EP_KERNEL(uccl_ep_ll_direct_combine_receive, LowLatencyCombineParameters) {
 // Both halves at once, for a caller who waits anyhow.
 UCCL_EP_KERNEL(uccl_ep_ll_direct_combine, LowLatencyCombineParameters) {
     direct_combine_send(parameters);
-    device::sync_block();  // the halves share the block's memory
     direct_combine_receive(parameters);
 }
 

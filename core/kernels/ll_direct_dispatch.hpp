@@ -81,7 +81,7 @@ UCCL_EP_DEVICE void direct_dispatch_send(const LowLatencyDispatchParameters &p) 
     uint64_t *sent = Counters::direct(group, DirectDispatch::kSent, block);
     const uint64_t number = *sent + 1;
     bool asked = false, ok = false;
-    if (device::warp_in_block() == device::warps_per_block() - 1) {  // which casts the least of a row
+    if (is_herald()) {
         ok = direct_send_words<DirectDispatch, PicksWord>(
             group, number, p.shape.max_tokens, PicksWord::of_token(p.shape.num_topk),
             [&](uint32_t token, uint32_t i) { return direct_picks_word(p, token, i, number); });
@@ -100,27 +100,38 @@ UCCL_EP_DEVICE void direct_dispatch_send(const LowLatencyDispatchParameters &p) 
     if (device::warp_in_block() == 0 && device::lane() == 0) *sent = number;
 }
 
+// The top bit of each of two halves that is zero.
+UCCL_EP_DEVICE uint32_t zero_halves(uint32_t word) {
+    return ~(((word & 0x7fff7fffu) + 0x7fff7fffu) | word) & 0x80008000u;
+}
+
 // How many of ids [begin, end) are `id`, four a load: `ids` lies at 8 bytes. The whole warp.
 UCCL_EP_DEVICE uint32_t count_picks(const int16_t *ids, uint32_t begin, uint32_t end, int16_t id) {
     constexpr uint32_t kAtOnce = 4, kOfLoad = 4;
     const auto *words = reinterpret_cast<const uint64_t *>(ids);
+    const uint32_t both = static_cast<uint16_t>(id) * 0x10001u;
     uint32_t mine = 0;
     for (uint32_t base = begin / kOfLoad; base * kOfLoad < end; base += kAtOnce * device::kWarpSize) {
+        uint32_t found = 0;  // a bit for each pick of these loads
         UCCL_EP_UNROLL
         for (uint32_t i = 0; i < kAtOnce; ++i) {
             const uint32_t first = (base + i * device::kWarpSize + device::lane()) * kOfLoad;
             if (first >= end) continue;
             const uint64_t word = words[first / kOfLoad];
-            UCCL_EP_UNROLL
-            for (uint32_t j = 0; j < kOfLoad; ++j) {
-                const bool counts = first + j >= begin && first + j < end;
-                mine += counts && static_cast<int16_t>(static_cast<uint16_t>(word >> (16 * j))) == id ? 1 : 0;
+            uint32_t low = zero_halves(static_cast<uint32_t>(word) ^ both);
+            uint32_t high = zero_halves(static_cast<uint32_t>(word >> 32) ^ both);
+            if (first < begin || end - first < kOfLoad) {  // not all of it counts
+                uint64_t counts = ~uint64_t{0};
+                if (first < begin) counts <<= 16 * (begin - first);
+                if (end - first < kOfLoad) counts &= (uint64_t{1} << 16 * (end - first)) - 1;
+                low &= static_cast<uint32_t>(counts);
+                high &= static_cast<uint32_t>(counts >> 32);
             }
+            found |= low >> (2 * i) | high >> (2 * i + 1);
         }
+        mine += device::population_count(found);
     }
-    uint32_t total;
-    sum_below(mine, &total);
-    return total;
+    return device::reduce_sum(mine);
 }
 
 // The header of a source, once it is there; one thread. False on failure.
@@ -169,61 +180,81 @@ UCCL_EP_DEVICE_SELDOM uint64_t direct_wait_picks(const LowLatencyDispatchParamet
     });
 }
 
-// The picks of all tokens of all sources, into the block's memory. False, on some threads, on failure. The whole block.
-UCCL_EP_DEVICE bool direct_gather_picks(const LowLatencyDispatchParameters &p, const DirectPlacing &placing,
+// The picks of a token of this rank, into the block's memory. One thread.
+UCCL_EP_DEVICE void direct_own_picks(const LowLatencyDispatchParameters &p, uint32_t token, int16_t *picks) {
+    constexpr uint32_t kAtOnce = 8;  // loads in flight
+    const uint32_t topk = p.shape.num_topk;
+    for (uint32_t base = 0; base < topk; base += kAtOnce) {
+        int16_t loaded[kAtOnce];
+        UCCL_EP_UNROLL
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+            const bool there = base + i < topk && token < p.num_tokens;
+            loaded[i] = there ? static_cast<int16_t>(
+                                    load_index(p.topk_idx, p.index_bytes, uint64_t{token} * topk + base + i))
+                              : int16_t{-1};
+        }
+        UCCL_EP_UNROLL
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+            if (base + i < topk) picks[base + i] = loaded[i];
+        }
+    }
+}
+
+// The picks of all tokens of all sources, into the block's memory, a thread a token. False, on some threads, on failure.
+// The warps of `team`.
+UCCL_EP_DEVICE bool direct_gather_picks(const LowLatencyDispatchParameters &p, const DirectPlacing &placing, Team team,
                                         uint64_t number) {
     const Group &group = p.group;
-    const uint32_t topk = p.shape.num_topk, of_token = PicksWord::of_token(topk);
-    const uint32_t of_source = p.shape.max_tokens * of_token, all = group.num_ranks() * of_source;
-    const uint32_t threads = device::warps_per_block() * device::kWarpSize;
-    const uint32_t thread = device::warp_in_block() * device::kWarpSize + device::lane();
-    const auto load = [&](uint32_t i) {
-        const uint32_t source = i / of_source, word = i % of_source;
-        return source == group.rank
-                   ? direct_picks_word(p, word / of_token, word % of_token, number)
-                   : device::load_relaxed_system(direct_word<DirectDispatch>(group, group.rank, number, source, word));
-    };
-    constexpr uint32_t kAtOnce = 4;  // loads in flight
-    for (uint32_t base = thread; base < all; base += kAtOnce * threads) {
-        uint64_t words[kAtOnce];
-        const auto for_each = [&](auto visit) {
-            UCCL_EP_UNROLL
-            for (uint32_t i = 0; i < kAtOnce; ++i) {
-                if (base + i * threads < all) visit(base + i * threads, words[i]);
-            }
-        };
-        for_each([&](uint32_t i, uint64_t &word) { word = load(i); });
-        bool ok = true;
-        for_each([&](uint32_t i, uint64_t &word) {
-            if (PicksWord::is_of(word, number)) return;
-            word = direct_wait_picks(p, i / of_source, i % of_source, number);
-            ok = ok && PicksWord::is_of(word, number);
-        });
-        if (!ok) return false;
-        for_each([&](uint32_t i, uint64_t word) {
-            const uint32_t token = i / of_token, first = i % of_token * PicksWord::kPicks;  // of all sources
-            UCCL_EP_UNROLL
-            for (uint32_t k = 0; k < PicksWord::kPicks; ++k) {
-                if (first + k < topk) placing.picks[token * topk + first + k] = PicksWord::pick(word, k);
-            }
-        });
+    const uint32_t topk = p.shape.num_topk, of_token = PicksWord::of_token(topk), most = p.shape.max_tokens;
+    for (uint32_t item = team.thread(); item < group.num_ranks() * most; item += team.threads()) {
+        const uint32_t source = item / most, token = item % most;
+        int16_t *picks = placing.picks + item * topk;
+        if (source == group.rank) {
+            direct_own_picks(p, token, picks);
+            continue;
+        }
+        const uint64_t *from = direct_word<DirectDispatch>(group, group.rank, number, source, token * of_token);
+        constexpr uint32_t kAtOnce = 4;  // loads in flight
+        for (uint32_t base = 0; base < of_token; base += kAtOnce) {
+            uint64_t words[kAtOnce];
+            const auto for_each = [&](auto visit) {
+                UCCL_EP_UNROLL
+                for (uint32_t i = 0; i < kAtOnce; ++i) {
+                    if (base + i < of_token) visit(base + i, words[i]);
+                }
+            };
+            for_each([&](uint32_t i, uint64_t &word) { word = device::load_relaxed_system(from + i); });
+            bool ok = true;
+            for_each([&](uint32_t i, uint64_t &word) {
+                if (PicksWord::is_of(word, number)) return;
+                word = direct_wait_picks(p, source, token * of_token + i, number);
+                ok = ok && PicksWord::is_of(word, number);
+            });
+            if (!ok) return false;
+            for_each([&](uint32_t i, uint64_t word) {
+                UCCL_EP_UNROLL
+                for (uint32_t k = 0; k < PicksWord::kPicks; ++k) {
+                    const uint32_t to = i * PicksWord::kPicks + k;
+                    if (to < topk) picks[to] = PicksWord::pick(word, k);
+                }
+            });
+        }
     }
     return true;
 }
 
 // Where the picks of token `token` of every source belong, and, once a launch, how many rows the experts of this block
-// get. A warp a question. The whole block.
-UCCL_EP_DEVICE void direct_find_places(const LowLatencyDispatchParameters &p, const DirectPlacing &placing,
+// get. A warp a question. The warps of `team`.
+UCCL_EP_DEVICE void direct_find_places(const LowLatencyDispatchParameters &p, const DirectPlacing &placing, Team team,
                                        uint32_t token, bool counts) {
     const Group &group = p.group;
     const uint32_t ranks = group.num_ranks(), topk = p.shape.num_topk, local_experts = p.shape.num_experts / ranks;
     const int32_t first_expert = static_cast<int32_t>(group.rank * local_experts);
     const uint32_t blocks = device::num_blocks(), block = device::block_index();
-    const uint32_t warps = device::warps_per_block();
     const uint64_t rows_per_expert = uint64_t{ranks} * p.shape.max_tokens;
     const uint32_t of_token = topk + 1, questions = ranks * of_token;
     const uint32_t experts = counts && local_experts > block ? (local_experts - block + blocks - 1) / blocks : 0;
-    for (uint32_t question = device::warp_in_block(); question < questions + experts; question += warps) {
+    for (uint32_t question = team.index; question < questions + experts; question += team.size) {
         if (question < questions) {
             const uint32_t source = question / of_token, k = question % of_token;
             int32_t *out = p.picks + (uint64_t{source} * p.shape.max_tokens + token) * of_token;
@@ -303,15 +334,25 @@ UCCL_EP_DEVICE void direct_expand_row(const LowLatencyDispatchParameters &p, con
                         piece, pieces);
 }
 
-// Whether any pick of the token at hand of a source belongs here.
-UCCL_EP_DEVICE bool direct_has_row(const DirectPlacing &placing, uint32_t topk, uint32_t source) {
-    for (uint32_t k = 0; k < topk; ++k) {
-        if (placing.place[source * topk + k] != DirectPlacing::kNowhere) return true;
+// Wait for what block b of the other ranks has written, and check what they say of this call; a rank a lane, so that
+// looks are under way together. The whole warp. False on failure.
+UCCL_EP_DEVICE bool direct_wait_sources(const LowLatencyDispatchParameters &p, uint64_t number) {
+    const Group &group = p.group;
+    bool ok = true;
+    for (uint32_t i = device::lane(); i < group.num_ranks(); i += device::kWarpSize) {
+        if (i == 0) continue;
+        const uint32_t source = (group.rank + i) % group.num_ranks(), block = device::block_index();
+        const bool timed = p.wait_cost != nullptr && block == 0;
+        const uint64_t start = timed ? device::now_ns() : 0;
+        ok = ok && direct_check_header(p, source, number) &&
+             direct_wait_rows<DirectDispatch>(group, source, block, number);
+        if (timed) p.wait_cost[source] += static_cast<int64_t>(device::now_ns() - start);
     }
-    return false;
+    return device::ballot(!ok) == 0;
 }
 
-// The receive half. The whole grid.
+// The receive half. The whole grid. While the herald waits for its own fence, and for the rows of the others, the rest of
+// the block finds out where rows belong, and copies those of its own rank.
 UCCL_EP_DEVICE void direct_dispatch_receive(const LowLatencyDispatchParameters &p) {
     const Group &group = p.group;
     const LowLatencyShape &shape = p.shape;
@@ -320,31 +361,31 @@ UCCL_EP_DEVICE void direct_dispatch_receive(const LowLatencyDispatchParameters &
     uint64_t *received = Counters::direct(group, DirectDispatch::kReceived, block);
     const uint64_t number = *received + 1;
     const DirectPlacing placing = DirectPlacing::in(device::shared_memory(), ranks, warps, topk);
-    bool ok = !aborted(group) && direct_gather_picks(p, placing, number);
-    const uint64_t wanted = align_up((shape.row_bytes + warps - 1) / warps, 512);
+    const bool apart = device::kPartsMeet && warps > 1;  // else the herald works too, and waits then
+    const Team workers{warp, apart ? warps - 1 : warps};
+    const bool works = warp < workers.size;
+    const uint64_t wanted = align_up((shape.row_bytes + workers.size - 1) / workers.size, 512);
     const uint32_t pieces = static_cast<uint32_t>((shape.row_bytes + wanted - 1) / wanted);
     const uint32_t units = pieces + (shape.scale_bytes != 0 ? 1 : 0);
+    bool ok = !aborted(group);
     for (uint32_t token = block, round = 0; token < shape.max_tokens || round == 0;
          token += device::num_blocks(), ++round) {
-        if (!device::sync_block_all(ok)) return;  // picks are there, and places of the round before have been read
-        direct_find_places(p, placing, token, round == 0);
-        device::sync_block();
-        for (uint32_t unit = warp; unit < units; unit += warps)
-            direct_expand_row(p, placing, group.rank, token, number, unit, pieces);
-        for (uint32_t i = warp + 1; i < ranks; i += warps) {
-            if (device::lane() != 0) continue;
-            const uint32_t source = (group.rank + i) % ranks;
-            const bool timed = p.wait_cost != nullptr && block == 0;
-            const uint64_t start = timed ? device::now_ns() : 0;
-            if (round == 0) ok = ok && direct_check_header(p, source, number);
-            if (direct_has_row(placing, topk, source))
-                ok = ok && direct_wait_rows<DirectDispatch>(group, source, block, number);
-            if (timed) p.wait_cost[source] += static_cast<int64_t>(device::now_ns() - start);
+        if (works) {
+            if (round == 0) {
+                ok = ok && direct_gather_picks(p, placing, workers, number);
+                ok = device::sync_warps_all(0, workers.size, ok);
+            }
+            if (ok) direct_find_places(p, placing, workers, token, round == 0);
+            workers.sync();
+            for (uint32_t unit = warp; unit < units && ok; unit += workers.size)
+                direct_expand_row(p, placing, group.rank, token, number, unit, pieces);
         }
+        if (round == 0 && is_herald()) ok = direct_wait_sources(p, number) && ok;
         if (!device::sync_block_all(ok)) return;
         for (uint32_t item = warp; item < (ranks - 1) * units; item += warps) {
             direct_expand_row(p, placing, (group.rank + 1 + item / units) % ranks, token, number, item % units, pieces);
         }
+        if (token + device::num_blocks() < shape.max_tokens) device::sync_block();  // places have been read
     }
     if (warp == 0 && device::lane() == 0) *received = number;
 }
@@ -358,7 +399,6 @@ UCCL_EP_KERNEL(uccl_ep_ll_direct_dispatch_receive, LowLatencyDispatchParameters)
 // Both halves at once, for a caller who waits anyhow.
 UCCL_EP_KERNEL(uccl_ep_ll_direct_dispatch, LowLatencyDispatchParameters) {
     direct_dispatch_send(parameters);
-    device::sync_block();  // the halves share the block's memory
     direct_dispatch_receive(parameters);
 }
 

@@ -28,13 +28,13 @@ struct PicksWord {
     // `pick(k)`, of picks [first, topk).
     template <class Pick>
     UCCL_EP_DEVICE static uint64_t of(uint64_t number, uint32_t first, uint32_t topk, Pick pick) {
-        uint64_t word = empty(number);
+        uint64_t bits[kPicks];
+        UCCL_EP_UNROLL  // the loads together, so none of them behind a condition
+        for (uint32_t i = 0; i < kPicks; ++i)
+            bits[i] = static_cast<uint16_t>(pick(first + i < topk ? first + i : topk - 1));
+        uint64_t word = number & 0xffff;
         UCCL_EP_UNROLL
-        for (uint32_t i = 0; i < kPicks; ++i) {
-            if (first + i >= topk) break;
-            const uint64_t bits = static_cast<uint16_t>(pick(first + i));
-            word &= ~(uint64_t{0xffff} << (16 * (i + 1))) | bits << (16 * (i + 1));
-        }
+        for (uint32_t i = 0; i < kPicks; ++i) word |= (first + i < topk ? bits[i] : 0xffff) << (16 * (i + 1));
         return word;
     }
     UCCL_EP_DEVICE static bool is_of(uint64_t word, uint64_t number) { return ((word ^ number) & 0xffff) == 0; }

@@ -23,45 +23,42 @@ UCCL_EP_DEVICE LowLatencyRow ll_row(const LowLatencyDispatchParameters &p, const
             static_cast<uint32_t>(placing.row[entry])};
 }
 
-// Cast a token, groups of a scale dealt to the warps of the block; several groups are in flight in a warp, since a load
-// takes longer than all the rest. `ready()` is called while the loads are under way, and says whether to go on;
-// `write(store)` calls store(payload row, its scales) for each place. The whole block.
+// The groups of a token that this warp casts, `kAtOnce` of them in flight, since a load takes longer than all the rest.
+template <uint32_t kAtOnce, bool kWhole, class Storage, class ToFloat, class Ready, class Write>
+UCCL_EP_DEVICE void cast_groups(const Storage *x, const LowLatencyShape &shape, ToFloat to_float, Ready ready,
+                                Write write) {
+    const uint32_t warps = device::warps_per_block(), groups = scale_groups(shape.hidden);
+    for (uint32_t first = device::warp_in_block(); first < groups; first += kAtOnce * warps) {
+        GroupCasts<Storage, kAtOnce, kWhole> casts(shape.hidden, first, warps);
+        casts.load(x);
+        if (!ready()) return;
+        casts.cast(to_float, shape.quantization != static_cast<uint32_t>(Quantization::kFloat8));
+        write([&](uint8_t *payload, float *scales) { casts.store(payload, scales); });
+    }
+}
+
+// Cast a token, groups of a scale dealt to the warps of the block. `ready()` is called while loads are under way, and
+// says whether to go on; `write(store)` calls store(payload row, its scales) for each place. The whole block.
 template <class Ready, class Write>
 UCCL_EP_DEVICE void cast_token(const LowLatencyShape &shape, const uint8_t *tokens, uint32_t token, Ready ready,
                                Write write) {
-    constexpr uint32_t kGroups = device::kWarpSize == 1 ? 1 : 5;  // in flight: 60 in a block of 12 warps
+    const uint64_t first = uint64_t{token} * shape.hidden;
     const auto type = static_cast<PayloadType>(shape.payload_type);
-    const uint8_t *x = tokens + uint64_t{token} * shape.hidden * (type == PayloadType::kFloat32 ? 4 : 2);
-    const bool power_of_two = shape.quantization != static_cast<uint32_t>(Quantization::kFloat8);
-    const uint32_t warps = device::warps_per_block(), groups = scale_groups(shape.hidden);
-    for (uint32_t base = device::warp_in_block(); base < groups; base += kGroups * warps) {
-        GroupCast casts[kGroups];
-        UCCL_EP_UNROLL
-        for (uint32_t i = 0; i < kGroups; ++i) {
-            const uint32_t group = base + i * warps;
-            if (group >= groups) break;
-            if (type == PayloadType::kBfloat16) {
-                casts[i].load<Bfloat16>(x, shape.hidden, group);
-            } else if (type == PayloadType::kFloat16) {
-                casts[i].load<Float16>(x, shape.hidden, group);
-            } else {
-                casts[i].load<Float32>(x, shape.hidden, group);
-            }
-        }
-        if (!ready()) return;
-        UCCL_EP_UNROLL
-        for (uint32_t i = 0; i < kGroups; ++i) {
-            if (base + i * warps < groups) casts[i].cast(power_of_two);
-        }
-        write([&](uint8_t *payload, float *scales) {
-            UCCL_EP_UNROLL
-            for (uint32_t i = 0; i < kGroups; ++i) {
-                const uint32_t group = base + i * warps;
-                if (group >= groups) break;
-                casts[i].store(payload, shape.hidden, group);
-                if (device::lane() == 0) scales[group] = casts[i].scale();
-            }
-        });
+    if (type == PayloadType::kFloat32) {
+        const auto *x = reinterpret_cast<const float *>(tokens) + first;
+        cast_groups<1, false>(x, shape, [](float value) { return value; }, ready, write);
+        return;
+    }
+    // One loop for both types: each loop costs registers by the addresses that the compiler works out before them.
+    const auto *x = reinterpret_cast<const uint16_t *>(tokens) + first;
+    const auto to_float = [half = type == PayloadType::kFloat16](uint16_t bits) {
+        return half ? device::half_to_float(bits) : bfloat16_to_float(bits);
+    };
+    constexpr uint32_t kAtOnce = device::kWarpSize == 1 ? 1 : 5;  // 60 in a block of 12 warps
+    if (GroupCasts<uint16_t, kAtOnce, true>::is_whole(x, shape.hidden)) {
+        cast_groups<kAtOnce, true>(x, shape, to_float, ready, write);
+    } else {
+        cast_groups<1, false>(x, shape, to_float, ready, write);
     }
 }
 

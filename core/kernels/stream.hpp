@@ -49,6 +49,8 @@ struct Team {
 
     UCCL_EP_DEVICE static Team of(uint32_t team_warps) { return {device::warp_in_block() % team_warps, team_warps}; }
     UCCL_EP_DEVICE bool leads() const { return index == 0 && device::lane() == 0; }
+    UCCL_EP_DEVICE uint32_t thread() const { return index * device::kWarpSize + device::lane(); }
+    UCCL_EP_DEVICE uint32_t threads() const { return size * device::kWarpSize; }
     UCCL_EP_DEVICE void sync() const {
         if (size == 1) {
             device::sync_warp();

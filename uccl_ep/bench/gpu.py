@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from uccl_ep import Buffer
 
-from .clocks import CALLS_OF_A_GRAPH, Call, Clock, EventClock, WallClock
+from .clocks import TIMED_CALLS, Call, Clock, EventClock, WallClock
 from .gpu_systems import RIVALS, ExpertParallel, Factory, Meeting, Opener, Run, System
 from .records import Record, machine
 from .spawn import LeaveOut, run_ranks
@@ -97,7 +97,7 @@ def measure(
                     call()
                 timed.append(((half, "call", system.name), call, 1))
                 if isinstance(clock, EventClock):
-                    timed.append(((half, "graph replay", system.name), clock.graph(call), CALLS_OF_A_GRAPH))
+                    timed.append(((half, "graph replay", system.name), clock.graph(call), TIMED_CALLS))
                     if profiled:
                         kernels = clock.kernels_microseconds(call, profiled)
                         times[half, "kernels", system.name] = [kernels]

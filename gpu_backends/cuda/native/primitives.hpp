@@ -79,6 +79,7 @@ UCCL_EP_DEVICE bool sync_block_all(bool predicate) {
 }
 
 // By one of the barriers that a block has besides its own, which is number 0.
+inline constexpr bool kPartsMeet = true;
 static_assert(UCCL_EP_MAX_THREADS / kWarpSize < 16, "a barrier for whichever warp is the first");
 UCCL_EP_DEVICE void sync_warps(uint32_t first, uint32_t count) {
     detail::drain();
@@ -121,14 +122,8 @@ UCCL_EP_DEVICE T broadcast(T value, uint32_t source = 0) {
 
 UCCL_EP_DEVICE LaneMask match(uint32_t value) { return __match_any_sync(kAllLanes, value); }
 
-UCCL_EP_DEVICE float reduce_max(float value) {
-#pragma unroll
-    for (uint32_t distance = kWarpSize / 2; distance != 0; distance /= 2) {
-        const float other = __shfl_xor_sync(kAllLanes, value, distance);
-        value = other > value ? other : value;
-    }
-    return value;
-}
+UCCL_EP_DEVICE uint32_t reduce_max(uint32_t value) { return __reduce_max_sync(kAllLanes, value); }
+UCCL_EP_DEVICE uint32_t reduce_sum(uint32_t value) { return __reduce_add_sync(kAllLanes, value); }
 
 UCCL_EP_DEVICE uint32_t population_count(LaneMask mask) { return __popcll(mask); }
 UCCL_EP_DEVICE uint32_t lowest_bit(LaneMask mask) { return __ffsll(static_cast<long long>(mask)) - 1; }

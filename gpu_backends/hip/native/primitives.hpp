@@ -80,6 +80,7 @@ UCCL_EP_DEVICE bool sync_block_all(bool predicate) {
     return all;
 }
 
+inline constexpr bool kPartsMeet = false;
 // The device has one barrier a block, so these are all warps of it: KernelLimits.block_teams is 1.
 UCCL_EP_DEVICE void sync_warps(uint32_t, uint32_t) { sync_block(); }
 UCCL_EP_DEVICE bool sync_warps_all(uint32_t, uint32_t, bool predicate) { return sync_block_all(predicate); }
@@ -122,14 +123,20 @@ UCCL_EP_DEVICE LaneMask match(uint32_t value) {
     return mine;
 }
 
-UCCL_EP_DEVICE float reduce_max(float value) {
+template <class Combine>
+UCCL_EP_DEVICE uint32_t reduce(uint32_t value, Combine combine) {
     for (uint32_t distance = kWarpSize / 2; distance != 0; distance /= 2) {
         const int from = static_cast<int>((lane() ^ distance) * 4);
-        const float other =
-            __builtin_bit_cast(float, __builtin_amdgcn_ds_bpermute(from, __builtin_bit_cast(int, value)));
-        value = other > value ? other : value;
+        value =
+            combine(value, static_cast<uint32_t>(__builtin_amdgcn_ds_bpermute(from, static_cast<int>(value))));
     }
     return value;
+}
+UCCL_EP_DEVICE uint32_t reduce_max(uint32_t value) {
+    return reduce(value, [](uint32_t a, uint32_t b) { return a > b ? a : b; });
+}
+UCCL_EP_DEVICE uint32_t reduce_sum(uint32_t value) {
+    return reduce(value, [](uint32_t a, uint32_t b) { return a + b; });
 }
 
 // ---- memory order ----

@@ -258,12 +258,14 @@ void Block::yield() {
     if (next != running_) switch_to(next);
 }
 
-void Block::wait_at(Barrier &barrier, uint32_t first_fiber, uint32_t expected) {
+// Wait for fibers [first, first + expected).
+void Block::wait_at(Barrier &barrier, uint32_t first, uint32_t expected) {
+    if (expected == 1) return;
     progressed_ = true;
     if (++barrier.arrived == expected) {
         barrier.arrived = 0;
         ++barrier.generation;
-        for (uint32_t i = first_fiber; i < first_fiber + expected; ++i) fibers_[i]->blocked = false;
+        for (uint32_t i = first; i < first + expected; ++i) fibers_[i]->blocked = false;
         return;
     }
     const uint64_t generation = barrier.generation;
@@ -271,24 +273,30 @@ void Block::wait_at(Barrier &barrier, uint32_t first_fiber, uint32_t expected) {
     while (barrier.generation == generation) yield();
 }
 
-void Block::sync_warp() {
-    if (num_lanes_ > 1) wait_at(warp_barriers_[warp()], warp() * num_lanes_, num_lanes_);
+// The same, and whether all of them say so.
+bool Block::vote_at(Barrier &barrier, uint32_t first, uint32_t expected, bool predicate) {
+    if (expected == 1) return predicate;
+    if (!predicate) barrier.vote = false;
+    wait_at(barrier, first, expected);
+    const bool result = barrier.vote;
+    wait_at(barrier, first, expected);  // all have read it
+    if (running_ == first) barrier.vote = true;
+    wait_at(barrier, first, expected);  // nobody votes again before it is reset
+    return result;
 }
 
+void Block::sync_warp() { wait_at(warp_barriers_[warp()], warp() * num_lanes_, num_lanes_); }
+
 void Block::sync_warps(uint32_t first, uint32_t count) {
-    if (count * num_lanes_ > 1) wait_at(team_barriers_[first], first * num_lanes_, count * num_lanes_);
+    wait_at(team_barriers_[first], first * num_lanes_, count * num_lanes_);
 }
 
 bool Block::sync_warps_all(uint32_t first, uint32_t count, bool predicate) {
-    if (count * num_lanes_ == 1) return predicate;
-    bool &vote = team_barriers_[first].vote;
-    if (!predicate) vote = false;
-    sync_warps(first, count);
-    const bool result = vote;
-    sync_warps(first, count);  // all have read it
-    if (running_ == first * num_lanes_) vote = true;
-    sync_warps(first, count);  // nobody votes again before it is reset
-    return result;
+    return vote_at(team_barriers_[first], first * num_lanes_, count * num_lanes_, predicate);
 }
+
+void Block::sync_block() { wait_at(block_barrier_, 0, num_fibers_); }
+
+bool Block::sync_block_all(bool predicate) { return vote_at(block_barrier_, 0, num_fibers_, predicate); }
 
 }  // namespace uccl_ep::host

@@ -74,8 +74,8 @@ class Block {
     void sync_warp();
     void sync_warps(uint32_t first, uint32_t count);
     bool sync_warps_all(uint32_t first, uint32_t count, bool predicate);
-    void sync_block() { sync_warps(0, num_warps_); }
-    bool sync_block_all(bool predicate) { return sync_warps_all(0, num_warps_, predicate); }
+    void sync_block();
+    bool sync_block_all(bool predicate);
 
     // 64 bits per lane, for exchanges inside a warp (each lane writes its own, then sync_warp).
     uint64_t &exchange(uint32_t lane) { return exchange_[warp() * num_lanes_ + lane]; }
@@ -89,7 +89,8 @@ class Block {
     struct Fiber;
 
     void end_round();
-    void wait_at(Barrier &barrier, uint32_t first_fiber, uint32_t expected);
+    void wait_at(Barrier &barrier, uint32_t first, uint32_t expected);
+    bool vote_at(Barrier &barrier, uint32_t first, uint32_t expected, bool predicate);
     void switch_to(uint32_t next);
     void resume_scheduler();
     void look_around();
@@ -115,6 +116,7 @@ class Block {
     std::vector<std::unique_ptr<Fiber>> fibers_;
     std::vector<Barrier> warp_barriers_;
     std::vector<Barrier> team_barriers_;  // of warps from each one on
+    Barrier block_barrier_;
     std::vector<uint64_t> exchange_;
     std::unique_ptr<Fiber> scheduler_;
     const void *scheduler_bottom_ = nullptr;  // AddressSanitizer only

@@ -62,7 +62,8 @@ inline void sync_block() { host::Block::current().sync_block(); }
 // The same, and whether `predicate` holds on all threads of the block.
 inline bool sync_block_all(bool predicate) { return host::Block::current().sync_block_all(predicate); }
 // The same for warps [first, first + count) of the block alone: several such runs of warps, which do not overlap, may be
-// at this at once, each as often as it likes. A backend whose KernelLimits.block_teams is 1 is only asked for all warps.
+// at this at once, each as often as it likes. Where kPartsMeet is false, and KernelLimits.block_teams 1, all warps of the block are meant.
+inline constexpr bool kPartsMeet = true;
 inline void sync_warps(uint32_t first, uint32_t count) { host::Block::current().sync_warps(first, count); }
 inline bool sync_warps_all(uint32_t first, uint32_t count, bool predicate) {
     return host::Block::current().sync_warps_all(first, count, predicate);
@@ -106,18 +107,22 @@ inline LaneMask match(uint32_t value) {
     return mask;
 }
 
-inline float reduce_max(float value) {
+template <class Combine>
+inline uint32_t reduce(uint32_t value, Combine combine) {
     if constexpr (kWarpSize == 1) return value;
     auto &block = host::Block::current();
-    block.exchange(block.lane()) = std::bit_cast<uint32_t>(value);
+    block.exchange(block.lane()) = value;
     block.sync_warp();
-    float result = value;
-    for (uint32_t i = 0; i < kWarpSize; ++i) {
-        const float other = std::bit_cast<float>(static_cast<uint32_t>(block.exchange(i)));
-        result = other > result ? other : result;
-    }
+    auto result = static_cast<uint32_t>(block.exchange(0));
+    for (uint32_t i = 1; i < kWarpSize; ++i) result = combine(result, static_cast<uint32_t>(block.exchange(i)));
     block.sync_warp();
     return result;
+}
+inline uint32_t reduce_max(uint32_t value) {
+    return reduce(value, [](uint32_t a, uint32_t b) { return a > b ? a : b; });
+}
+inline uint32_t reduce_sum(uint32_t value) {
+    return reduce(value, [](uint32_t a, uint32_t b) { return a + b; });
 }
 
 inline uint32_t population_count(LaneMask mask) { return static_cast<uint32_t>(std::popcount(mask)); }
@@ -196,6 +201,13 @@ inline void copy_to_many(To to, uint32_t count, const void *source, uint64_t byt
             copy(to(i), source, bytes);
         }
     }
+}
+
+// What registers hold, as something else of the same size.
+template <class To, class From>
+inline void copy_bits(To &to, const From &from) {
+    static_assert(sizeof(To) == sizeof(From), "all bits have a place");
+    std::memcpy(&to, &from, sizeof(to));
 }
 
 // ---- floating point: bit patterns, so that no vendor's type is needed ----
