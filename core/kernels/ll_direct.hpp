@@ -101,39 +101,30 @@ UCCL_EP_DEVICE bool direct_wait_rows(const Group &group, uint32_t peer, uint32_t
         group, {Operation::kReceive, peer, group.layout.signal_index(Operation::kRowsSignal, peer, 0), number}, word);
 }
 
-// Whether a kernel before this one failed; a load that nothing waits for until the answer is asked for.
-UCCL_EP_DEVICE bool failed_before(const Group &group) { return *Counters::at(group, SingleCounter::kAborted) != 0; }
-
-// How many operations of this kind this rank has read. A kernel begins when those before it have ended, so when block b
-// says so of itself, all blocks have.
+// What the block has done before this kernel, by loads that are under way together. A kernel begins when those before
+// it have ended, so when block b says of itself what it has read, all blocks have.
 template <class Operation>
-UCCL_EP_DEVICE uint64_t direct_read(const Group &group) {
-    return *Counters::direct(group, Operation::kReceived, device::block_index());
-}
+struct DirectCounts {
+    uint64_t sent, received;
+    bool failed;  // a kernel did: what it should have left may not be there
 
-// Wait until the other ranks have read the operation before the last, whose places this one takes. Also ends at an
-// earlier failure: what earlier kernels should have left is then not there. The whole warp: each warp looks for itself,
-// so that none waits for another.
-template <class Operation>
-UCCL_EP_DEVICE_SELDOM bool direct_wait_room(const Group &group, uint64_t number) {
-    const uint32_t ranks = group.num_ranks(), block = device::block_index();
-    const uint64_t expected = number > 2 ? number - 2 : 0;
-    bool ok = true, there = true;
-    for (uint32_t i = device::lane(); i < ranks; i += device::kWarpSize) {
-        // Of this rank: what it has told the others. They wait for that here, and it may wait for their weights next.
-        const uint64_t *word = direct_flag(group, group.rank, Operation::kRead, (group.rank + i) % ranks, block);
-        if (i == 0) ok = !aborted(group);
-        there = there && device::load_acquire_system(word) >= expected;
+    UCCL_EP_DEVICE static DirectCounts of(const Group &group) {
+        const uint32_t block = device::block_index();
+        return {*Counters::direct(group, Operation::kSent, block), *Counters::direct(group, Operation::kReceived, block),
+                *Counters::at(group, SingleCounter::kAborted) != 0};
     }
-    device::sync_lanes();  // what each lane has seen is there for all: a ballot orders no memory
-    if (device::ballot(!ok) != 0) return false;
-    if (device::ballot(!there) == 0) return true;
-    // Two sends before the first receive: the others may be waiting for the same of this rank, also where it waits for
-    // none of them.
+};
+
+// Two sends before the first receive: there is no room yet. The whole warp.
+template <class Operation>
+UCCL_EP_DEVICE_SELDOM bool direct_wait_long_for_room(const Group &group, uint64_t received, uint64_t expected) {
+    const uint32_t ranks = group.num_ranks(), block = device::block_index();
+    // The others may be waiting for the same of this rank, also where it waits for none of them.
     for (uint32_t i = device::lane(); i < ranks; i += device::kWarpSize) {
         device::store_release_system(direct_flag(group, (group.rank + i) % ranks, Operation::kRead, group.rank, block),
-                                     direct_read<Operation>(group));
+                                     received);
     }
+    bool ok = true;
     for (uint32_t i = device::lane() == 0 ? device::kWarpSize : device::lane(); i < ranks && ok;
          i += device::kWarpSize) {
         const uint32_t peer = (group.rank + i) % ranks;
@@ -146,25 +137,46 @@ UCCL_EP_DEVICE_SELDOM bool direct_wait_room(const Group &group, uint64_t number)
     return device::ballot(!ok) == 0;
 }
 
+// Wait until the other ranks have read the operation before the last, whose places this one takes. False also where an
+// earlier kernel failed. The whole warp: each warp looks for itself, so that none waits for another.
+template <class Operation>
+UCCL_EP_DEVICE bool direct_wait_room(const Group &group, const DirectCounts<Operation> &counts) {
+    const uint32_t ranks = group.num_ranks(), block = device::block_index();
+    const uint64_t number = counts.sent + 1, expected = number > 2 ? number - 2 : 0;
+    bool there = true;
+    for (uint32_t i = device::lane(); i < ranks; i += device::kWarpSize) {
+        // Of this rank: what it has told the others. They wait for that here, and it may wait for their weights next.
+        const uint64_t *word = direct_flag(group, group.rank, Operation::kRead, (group.rank + i) % ranks, block);
+        there = device::load_acquire_system(word) >= expected && there;
+    }
+    device::sync_lanes();  // what each lane has seen is there for all: a ballot orders no memory
+    if (counts.failed) return false;
+    return device::ballot(!there) == 0 ||
+           direct_wait_long_for_room<Operation>(group, counts.received, expected);
+}
+
 // The warp of a block that meets the other ranks: it tells them what was written, and sees what they have. The last one,
 // which has the least of a row.
 UCCL_EP_DEVICE bool is_herald() { return device::warp_in_block() == device::warps_per_block() - 1; }
 
 // Tell block b of every other rank that the rows of this operation are written, and what has been read before. Everything
-// that this block wrote comes first. The whole block meets; then the herald waits for a fence, the others go on. A
-// receiver does not tell at its end what it has read: that would cost a fence, and nobody needs to know before the send
-// of the next operation but one.
+// that this block wrote comes first, so the herald waits for the other warps, and for a fence; they go on. A receiver does
+// not tell at its end what it has read: that would cost a fence, and nobody needs to know before the send of the next
+// operation but one. The whole block.
 template <class Operation>
-UCCL_EP_DEVICE void direct_raise(const Group &group, uint64_t number) {
-    const uint64_t read = direct_read<Operation>(group);
-    const bool failed = failed_before(group);
-    device::sync_block();
-    // Where the dispatch failed the rows are not there: whoever waits for them ends by the failure.
-    if (failed || !is_herald()) return;
+UCCL_EP_DEVICE void direct_raise(const Group &group, const DirectCounts<Operation> &counts) {
+    device::sync_block_for(is_herald());
+    if (!is_herald()) return;
+    // After a failure, now or in an earlier kernel, rows are not there: whoever waits for them ends by the failure. The
+    // load is under way while the fence is.
+    const uint64_t failed = device::load_relaxed_system(Counters::at(group, SingleCounter::kAborted));
+    if (group.num_ranks() > 1) device::fence_system();
+    if (failed != 0) return;
+    const uint64_t number = counts.sent + 1;
     for (uint32_t i = device::lane(); i < group.num_ranks(); i += device::kWarpSize) {
         const uint32_t peer = (group.rank + i) % group.num_ranks(), block = device::block_index();
-        if (i != 0) device::fence_system();  // for both; and this rank keeps what it has told
-        device::store_relaxed_system(direct_flag(group, peer, Operation::kRead, group.rank, block), read);
+        // This rank keeps what it has told.
+        device::store_relaxed_system(direct_flag(group, peer, Operation::kRead, group.rank, block), counts.received);
         if (i != 0) device::store_relaxed_system(direct_flag(group, peer, Operation::kRows, group.rank, block), number);
     }
 }

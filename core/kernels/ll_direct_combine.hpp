@@ -8,6 +8,8 @@
 
 namespace uccl_ep {
 
+using DirectCombineCounts = DirectCounts<DirectCombine>;
+
 UCCL_EP_DEVICE uint8_t *direct_combine_inbox(const Group &group, uint8_t *window, uint64_t number) {
     return window + group.layout.ll_combine_inbox(static_cast<uint32_t>(number & 1));
 }
@@ -25,35 +27,19 @@ UCCL_EP_DEVICE_SELDOM uint64_t direct_wait_weight(const Group &group, uint32_t s
     return direct_wait_word<DirectCombine, WeightWord>(group, DirectCombine::kSend, source, number, address, [] {});
 }
 
-// The weight that a source gives its pick k of a token. False on failure. One thread.
-UCCL_EP_DEVICE bool direct_load_weight(const LowLatencyCombineParameters &p, uint32_t source, uint32_t token,
-                                       uint32_t k, uint64_t number, float *weight) {
-    const Group &group = p.group;
-    const uint32_t index = token * p.shape.num_topk + k;
-    if (source == group.rank) {
-        *weight = p.topk_weights[index];
-        return true;
-    }
-    const uint64_t *address = direct_word<DirectCombine>(group, group.rank, number, source, index);
-    uint64_t word = device::load_relaxed_system(address);
-    if (!WeightWord::is_of(word, number)) word = direct_wait_weight(group, source, number, address);
-    *weight = WeightWord::weight(word);
-    return WeightWord::is_of(word, number);
-}
-
 // Weigh and sum elements [begin, end) of the rows made here of a source's token, into its place at that source, once
 // `has_room()`. False on failure. The whole warp.
 template <class HasRoom>
 UCCL_EP_DEVICE bool direct_sum_rows(const LowLatencyCombineParameters &p, uint32_t source, uint32_t token,
-                                    uint32_t begin, uint32_t end, uint64_t number, WeightedRow *terms,
-                                    HasRoom has_room) {
+                                    uint32_t begin, uint32_t end, const DirectCombineCounts &counts,
+                                    WeightedRow *terms, HasRoom has_room) {
     const Group &group = p.group;
     const LowLatencyShape &shape = p.shape;
     const uint32_t topk = shape.num_topk;
+    const uint64_t number = counts.sent + 1;
     const DirectCombineInbox at = DirectCombineInbox::of(shape, group.num_ranks());
     const int32_t *picks = p.picks + (uint64_t{source} * shape.max_tokens + token) * (topk + 1);
     const auto place = static_cast<uint32_t>(picks[topk]);
-    const bool failed = failed_before(group);  // where the dispatch did, `picks` may name any rows
     uint8_t *window = group.peer_data[source];  // now: a sum that is ready should not wait for it
     // Calls `keep(term, k)` where pick k was made here. The whole warp, as a lane each.
     const auto for_each_term = [&](auto keep) {
@@ -61,7 +47,7 @@ UCCL_EP_DEVICE bool direct_sum_rows(const LowLatencyCombineParameters &p, uint32
         for (uint32_t base = 0; base < topk; base += device::kWarpSize) {
             const uint32_t k = base + device::lane();
             const int32_t row = k < topk ? picks[k] : -1;
-            const bool made = row >= 0 && !failed;
+            const bool made = row >= 0 && !counts.failed;  // where the dispatch failed, `picks` may name any rows
             const device::LaneMask here = device::ballot(made);
             if (made) keep(&terms[num_terms + device::population_count(here & device::lanes_below())], k, row);
             num_terms += device::population_count(here);
@@ -79,9 +65,23 @@ UCCL_EP_DEVICE bool direct_sum_rows(const LowLatencyCombineParameters &p, uint32
     const auto ready = [&] {
         if (asked) return ok;
         asked = true;
+        // A first look, which may be under way while room is looked for. To wait comes after that: it may tell a rank what
+        // it needs before it sends its weights.
+        const bool own = source == group.rank;
+        const uint32_t first = token * topk;
+        const auto word_of = [&](uint32_t k) {
+            return direct_word<DirectCombine>(group, group.rank, number, source, first + k);
+        };
+        const auto look = [&](uint32_t k) {
+            return own ? WeightWord::of(number, p.topk_weights[first + k]) : device::load_relaxed_system(word_of(k));
+        };
+        const uint64_t looked = device::lane() < topk ? look(device::lane()) : 0;
         if (!has_room()) return ok = false;
         for_each_term([&](WeightedRow *term, uint32_t k, int32_t) {
-            ok = direct_load_weight(p, source, token, k, number, &term->weight) && ok;
+            uint64_t word = k == device::lane() ? looked : look(k);
+            if (!WeightWord::is_of(word, number)) word = direct_wait_weight(group, source, number, word_of(k));
+            term->weight = WeightWord::weight(word);
+            ok = WeightWord::is_of(word, number) && ok;
         });
         ok = device::ballot(!ok) == 0;
         device::sync_lanes();
@@ -99,7 +99,7 @@ UCCL_EP_DEVICE bool direct_sum_rows(const LowLatencyCombineParameters &p, uint32
 // Sum what was made here of sources [first, first + count), counted from this rank, in tokens of this block.
 template <class HasRoom>
 UCCL_EP_DEVICE void direct_sum_sources(const LowLatencyCombineParameters &p, uint32_t first, uint32_t count,
-                                       uint64_t number, WeightedRow *terms, HasRoom has_room) {
+                                       const DirectCombineCounts &counts, WeightedRow *terms, HasRoom has_room) {
     const uint32_t ranks = p.group.num_ranks(), blocks = device::num_blocks(), block = device::block_index();
     uint32_t elements;
     const uint32_t pieces = sum_pieces(p.shape, &elements);
@@ -107,7 +107,7 @@ UCCL_EP_DEVICE void direct_sum_sources(const LowLatencyCombineParameters &p, uin
         for (uint32_t item = device::warp_in_block(); item < count * pieces; item += device::warps_per_block()) {
             const uint32_t source = (p.group.rank + first + item / pieces) % ranks, begin = item % pieces * elements;
             if (!direct_sum_rows(p, source, token, begin,
-                                 p.shape.hidden - begin < elements ? p.shape.hidden : begin + elements, number, terms,
+                                 p.shape.hidden - begin < elements ? p.shape.hidden : begin + elements, counts, terms,
                                  has_room))
                 return;
         }
@@ -115,48 +115,47 @@ UCCL_EP_DEVICE void direct_sum_sources(const LowLatencyCombineParameters &p, uin
 }
 
 // The send half. The whole grid.
-UCCL_EP_DEVICE void direct_combine_send(const LowLatencyCombineParameters &p) {
+UCCL_EP_DEVICE void direct_combine_send(const LowLatencyCombineParameters &p, const DirectCombineCounts &counts) {
     const Group &group = p.group;
     const uint32_t warp = device::warp_in_block(), ranks = group.num_ranks(), topk = p.shape.num_topk;
-    uint64_t *sent = Counters::direct(group, DirectCombine::kSent, device::block_index());
-    const uint64_t number = *sent + 1;
+    const uint64_t number = counts.sent + 1;
     bool asked = false, ok = false;
     if (is_herald()) {
         ok = direct_send_words<DirectCombine, WeightWord>(
-            group, number, p.num_tokens, topk, [&](uint32_t token, uint32_t k) {
+            group, counts, p.num_tokens, topk, [&](uint32_t token, uint32_t k) {
                 return WeightWord::of(number, p.topk_weights[uint64_t{token} * topk + k]);
             });
         asked = true;
     }
     const auto has_room = [&] {
-        if (!asked) ok = direct_wait_room<DirectCombine>(group, number);
+        if (!asked) ok = direct_wait_room(group, counts);
         asked = true;
         return ok;
     };
     auto *terms = reinterpret_cast<WeightedRow *>(device::shared_memory()) + warp * topk;
     // The others' tokens first; this rank's own while those sums travel, and while the herald waits for its fence.
     for (uint32_t own = 0; own < 2; ++own) {
-        direct_sum_sources(p, own == 0 ? 1 : 0, own == 0 ? ranks - 1 : 1, number, terms, has_room);
-        if (own == 0) direct_raise<DirectCombine>(group, number);
+        direct_sum_sources(p, own == 0 ? 1 : 0, own == 0 ? ranks - 1 : 1, counts, terms, has_room);
+        if (own == 0) direct_raise(group, counts);
     }
-    if (warp == 0 && device::lane() == 0) *sent = number;
+    // By who has waited for the other warps: all of them have read the count.
+    if (is_herald() && device::lane() == 0) *Counters::direct(group, DirectCombine::kSent, device::block_index()) = number;
 }
 
 // The receive half. The whole grid. A warp adds the pieces that it summed of its rank's own rows, so it meets no other
 // before.
-UCCL_EP_DEVICE void direct_combine_receive(const LowLatencyCombineParameters &p) {
+UCCL_EP_DEVICE void direct_combine_receive(const LowLatencyCombineParameters &p, const DirectCombineCounts &counts) {
     const Group &group = p.group;
     const LowLatencyShape &shape = p.shape;
     const uint32_t ranks = group.num_ranks(), topk = shape.num_topk, local_experts = shape.num_experts / ranks;
     const uint32_t warp = device::warp_in_block(), warps = device::warps_per_block();
     const uint32_t blocks = device::num_blocks(), block = device::block_index();
-    uint64_t *received = Counters::direct(group, DirectCombine::kReceived, block);
-    const uint64_t number = *received + 1;
+    const uint64_t number = counts.received + 1;
     const DirectCombineInbox at = DirectCombineInbox::of(shape, ranks);
     const uint8_t *sums = direct_combine_inbox(group, group.data, number);
     uint32_t elements;
     const uint32_t pieces = sum_pieces(shape, &elements);
-    bool ok = !aborted(group);
+    bool ok = !counts.failed;
     const auto wait_rows = [&] {  // a rank a lane, so that their looks are under way together
         for (uint32_t i = device::lane(); i < ranks; i += device::kWarpSize) {
             const uint32_t source = (group.rank + i) % ranks;
@@ -186,17 +185,22 @@ UCCL_EP_DEVICE void direct_combine_receive(const LowLatencyCombineParameters &p)
         }
     }
     device::sync_block();  // all warps have read the count
-    if (warp == 0 && device::lane() == 0) *received = number;
+    if (warp == 0 && device::lane() == 0) *Counters::direct(group, DirectCombine::kReceived, block) = number;
 }
 
-UCCL_EP_KERNEL(uccl_ep_ll_direct_combine_send, LowLatencyCombineParameters) { direct_combine_send(parameters); }
+UCCL_EP_KERNEL(uccl_ep_ll_direct_combine_send, LowLatencyCombineParameters) {
+    direct_combine_send(parameters, DirectCombineCounts::of(parameters.group));
+}
 
-UCCL_EP_KERNEL(uccl_ep_ll_direct_combine_receive, LowLatencyCombineParameters) { direct_combine_receive(parameters); }
+UCCL_EP_KERNEL(uccl_ep_ll_direct_combine_receive, LowLatencyCombineParameters) {
+    direct_combine_receive(parameters, DirectCombineCounts::of(parameters.group));
+}
 
 // Both halves at once, for a caller who waits anyhow.
 UCCL_EP_KERNEL(uccl_ep_ll_direct_combine, LowLatencyCombineParameters) {
-    direct_combine_send(parameters);
-    direct_combine_receive(parameters);
+    const auto counts = DirectCombineCounts::of(parameters.group);
+    direct_combine_send(parameters, counts);
+    direct_combine_receive(parameters, counts);
 }
 
 }  // namespace uccl_ep

@@ -10,6 +10,8 @@
 
 namespace uccl_ep {
 
+using DirectDispatchCounts = DirectCounts<DirectDispatch>;
+
 UCCL_EP_DEVICE uint8_t *direct_dispatch_inbox(const Group &group, uint8_t *window, uint32_t source, uint64_t number) {
     return window + group.layout.ll_dispatch_inbox(static_cast<uint32_t>(number & 1), source);
 }
@@ -75,29 +77,29 @@ UCCL_EP_DEVICE void direct_write_token(const LowLatencyDispatchParameters &p, co
 }
 
 // The send half. The whole grid.
-UCCL_EP_DEVICE void direct_dispatch_send(const LowLatencyDispatchParameters &p) {
+UCCL_EP_DEVICE void direct_dispatch_send(const LowLatencyDispatchParameters &p, const DirectDispatchCounts &counts) {
     const Group &group = p.group;
     const uint32_t blocks = device::num_blocks(), block = device::block_index();
-    uint64_t *sent = Counters::direct(group, DirectDispatch::kSent, block);
-    const uint64_t number = *sent + 1;
+    const uint64_t number = counts.sent + 1;
     bool asked = false, ok = false;
     if (is_herald()) {
         ok = direct_send_words<DirectDispatch, PicksWord>(
-            group, number, p.shape.max_tokens, PicksWord::of_token(p.shape.num_topk),
+            group, counts, p.shape.max_tokens, PicksWord::of_token(p.shape.num_topk),
             [&](uint32_t token, uint32_t i) { return direct_picks_word(p, token, i, number); });
         asked = true;
         if (ok) direct_send_headers(p, number);
     }
     const PeerWindows windows(group);
     const auto ready = [&] {
-        if (!asked) ok = direct_wait_room<DirectDispatch>(group, number);
+        if (!asked) ok = direct_wait_room(group, counts);
         asked = true;
         return ok;
     };
     for (uint32_t token = block; token < p.num_tokens; token += blocks)
         direct_write_token(p, windows, token, number, ready);
-    direct_raise<DirectDispatch>(group, number);
-    if (device::warp_in_block() == 0 && device::lane() == 0) *sent = number;
+    direct_raise(group, counts);
+    // By who has waited for the other warps: all of them have read the count.
+    if (is_herald() && device::lane() == 0) *Counters::direct(group, DirectDispatch::kSent, block) = number;
 }
 
 // The top bit of each of two halves that is zero.
@@ -254,9 +256,12 @@ UCCL_EP_DEVICE void direct_find_places(const LowLatencyDispatchParameters &p, co
     const uint64_t rows_per_expert = uint64_t{ranks} * p.shape.max_tokens;
     const uint32_t of_token = topk + 1, questions = ranks * of_token;
     const uint32_t experts = counts && local_experts > block ? (local_experts - block + blocks - 1) / blocks : 0;
-    for (uint32_t question = team.index; question < questions + experts; question += team.size) {
-        if (question < questions) {
-            const uint32_t source = question / of_token, k = question % of_token;
+    // Those of whole experts take longest: they come first, and who has an early one of a round has a late one of the next.
+    for (uint32_t round = 0; round * team.size < experts + questions; ++round) {
+        const uint32_t item = round * team.size + (round % 2 == 0 ? team.index : team.size - 1 - team.index);
+        if (item >= experts + questions) continue;
+        if (item >= experts) {
+            const uint32_t question = item - experts, source = question % ranks, k = topk - question / ranks;
             int32_t *out = p.picks + (uint64_t{source} * p.shape.max_tokens + token) * of_token;
             if (token >= p.shape.max_tokens) {  // the block has none; it counts for its experts
                 if (k < topk && device::lane() == 0) placing.place[source * topk + k] = DirectPlacing::kNowhere;
@@ -282,7 +287,7 @@ UCCL_EP_DEVICE void direct_find_places(const LowLatencyDispatchParameters &p, co
             }
             continue;
         }
-        const uint32_t expert = block + (question - questions) * blocks;
+        const uint32_t expert = block + item * blocks;
         const uint32_t of_source = p.shape.max_tokens * topk;
         uint32_t sum = 0;
         for (uint32_t source = 0; source < ranks; ++source) {
@@ -353,13 +358,12 @@ UCCL_EP_DEVICE bool direct_wait_sources(const LowLatencyDispatchParameters &p, u
 
 // The receive half. The whole grid. While the herald waits for its own fence, and for the rows of the others, the rest of
 // the block finds out where rows belong, and copies those of its own rank.
-UCCL_EP_DEVICE void direct_dispatch_receive(const LowLatencyDispatchParameters &p) {
+UCCL_EP_DEVICE void direct_dispatch_receive(const LowLatencyDispatchParameters &p, const DirectDispatchCounts &counts) {
     const Group &group = p.group;
     const LowLatencyShape &shape = p.shape;
     const uint32_t ranks = group.num_ranks(), topk = shape.num_topk, block = device::block_index();
     const uint32_t warp = device::warp_in_block(), warps = device::warps_per_block();
-    uint64_t *received = Counters::direct(group, DirectDispatch::kReceived, block);
-    const uint64_t number = *received + 1;
+    const uint64_t number = counts.received + 1;
     const DirectPlacing placing = DirectPlacing::in(device::shared_memory(), ranks, warps, topk);
     const bool apart = device::kPartsMeet && warps > 1;  // else the herald works too, and waits then
     const Team workers{warp, apart ? warps - 1 : warps};
@@ -367,7 +371,7 @@ UCCL_EP_DEVICE void direct_dispatch_receive(const LowLatencyDispatchParameters &
     const uint64_t wanted = align_up((shape.row_bytes + workers.size - 1) / workers.size, 512);
     const uint32_t pieces = static_cast<uint32_t>((shape.row_bytes + wanted - 1) / wanted);
     const uint32_t units = pieces + (shape.scale_bytes != 0 ? 1 : 0);
-    bool ok = !aborted(group);
+    bool ok = !counts.failed;
     for (uint32_t token = block, round = 0; token < shape.max_tokens || round == 0;
          token += device::num_blocks(), ++round) {
         if (works) {
@@ -377,29 +381,36 @@ UCCL_EP_DEVICE void direct_dispatch_receive(const LowLatencyDispatchParameters &
             }
             if (ok) direct_find_places(p, placing, workers, token, round == 0);
             workers.sync();
-            for (uint32_t unit = warp; unit < units && ok; unit += workers.size)
-                direct_expand_row(p, placing, group.rank, token, number, unit, pieces);
         }
-        if (round == 0 && is_herald()) ok = direct_wait_sources(p, number) && ok;
-        if (!device::sync_block_all(ok)) return;
-        for (uint32_t item = warp; item < (ranks - 1) * units; item += warps) {
-            direct_expand_row(p, placing, (group.rank + 1 + item / units) % ranks, token, number, item % units, pieces);
+        for (uint32_t others = 0; others < 2; ++others) {  // one loop: its instructions are fetched once
+            if (others != 0) {
+                if (round == 0 && is_herald()) ok = direct_wait_sources(p, number) && ok;
+                if (!device::sync_block_all(ok)) return;
+            }
+            const uint32_t items = others != 0 ? (ranks - 1) * units : works && ok ? units : 0;
+            for (uint32_t item = warp; item < items; item += others != 0 ? warps : workers.size) {
+                direct_expand_row(p, placing, (group.rank + others + item / units) % ranks, token, number,
+                                  item % units, pieces);
+            }
         }
         if (token + device::num_blocks() < shape.max_tokens) device::sync_block();  // places have been read
     }
-    if (warp == 0 && device::lane() == 0) *received = number;
+    if (warp == 0 && device::lane() == 0) *Counters::direct(group, DirectDispatch::kReceived, block) = number;
 }
 
-UCCL_EP_KERNEL(uccl_ep_ll_direct_dispatch_send, LowLatencyDispatchParameters) { direct_dispatch_send(parameters); }
+UCCL_EP_KERNEL(uccl_ep_ll_direct_dispatch_send, LowLatencyDispatchParameters) {
+    direct_dispatch_send(parameters, DirectDispatchCounts::of(parameters.group));
+}
 
 UCCL_EP_KERNEL(uccl_ep_ll_direct_dispatch_receive, LowLatencyDispatchParameters) {
-    direct_dispatch_receive(parameters);
+    direct_dispatch_receive(parameters, DirectDispatchCounts::of(parameters.group));
 }
 
 // Both halves at once, for a caller who waits anyhow.
 UCCL_EP_KERNEL(uccl_ep_ll_direct_dispatch, LowLatencyDispatchParameters) {
-    direct_dispatch_send(parameters);
-    direct_dispatch_receive(parameters);
+    const auto counts = DirectDispatchCounts::of(parameters.group);
+    direct_dispatch_send(parameters, counts);
+    direct_dispatch_receive(parameters, counts);
 }
 
 }  // namespace uccl_ep

@@ -56,14 +56,15 @@ struct WeightWord {
 // Send the words of this block's tokens to every other rank, once there is room: `of_token` words each of tokens b,
 // b + blocks, ... below `tokens`, `load(token, i)` being word i. False on failure. The whole warp; one warp of a block.
 template <class Operation, class Word, class Load>
-UCCL_EP_DEVICE bool direct_send_words(const Group &group, uint64_t number, uint32_t tokens, uint32_t of_token,
-                                      Load load) {
+UCCL_EP_DEVICE bool direct_send_words(const Group &group, const DirectCounts<Operation> &counts, uint32_t tokens,
+                                      uint32_t of_token, Load load) {
+    const uint64_t number = counts.sent + 1;
     const uint32_t ranks = group.num_ranks(), blocks = device::num_blocks(), block = device::block_index();
     const uint32_t mine = block < tokens ? (tokens - block + blocks - 1) / blocks * of_token : 0;
     const auto token = [&](uint32_t item) { return block + item / of_token * blocks; };
     uint32_t item = device::lane();
     uint64_t word = item < mine ? load(token(item), item % of_token) : 0;  // on its way while there is no room
-    if (!direct_wait_room<Operation>(group, number)) return false;
+    if (!direct_wait_room(group, counts)) return false;
     while (item < mine) {
         for (uint32_t i = 1; i < ranks; ++i) {
             device::store_relaxed_system(direct_word<Operation>(group, (group.rank + i) % ranks, number, group.rank,

@@ -78,9 +78,19 @@ UCCL_EP_DEVICE bool sync_block_all(bool predicate) {
     return __syncthreads_and(predicate) != 0;
 }
 
-// By one of the barriers that a block has besides its own, which is number 0.
+// By one of the barriers that a block has besides its own, which is number 0; the last is that of sync_block_for.
 inline constexpr bool kPartsMeet = true;
-static_assert(UCCL_EP_MAX_THREADS / kWarpSize < 16, "a barrier for whichever warp is the first");
+static_assert(UCCL_EP_MAX_THREADS / kWarpSize < 15, "a barrier for whichever warp is the first");
+UCCL_EP_DEVICE void sync_block_for(bool waits) {
+    detail::drain();
+    __syncwarp();
+    if (waits) {
+        asm volatile("barrier.cta.sync.aligned 15, %0;" ::"r"(blockDim.x) : "memory");
+    } else {
+        __threadfence_block();
+        asm volatile("barrier.cta.arrive.aligned 15, %0;" ::"r"(blockDim.x) : "memory");
+    }
+}
 UCCL_EP_DEVICE void sync_warps(uint32_t first, uint32_t count) {
     detail::drain();
     __syncwarp();

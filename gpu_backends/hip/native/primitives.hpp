@@ -82,6 +82,7 @@ UCCL_EP_DEVICE bool sync_block_all(bool predicate) {
 
 inline constexpr bool kPartsMeet = false;
 // The device has one barrier a block, so these are all warps of it: KernelLimits.block_teams is 1.
+UCCL_EP_DEVICE void sync_block_for(bool) { sync_block(); }
 UCCL_EP_DEVICE void sync_warps(uint32_t, uint32_t) { sync_block(); }
 UCCL_EP_DEVICE bool sync_warps_all(uint32_t, uint32_t, bool predicate) { return sync_block_all(predicate); }
 

@@ -258,17 +258,21 @@ void Block::yield() {
     if (next != running_) switch_to(next);
 }
 
+// Whether this fiber is the last of [first, first + expected) to come; the others may go on then. Those of them that wait
+// at another barrier look once more whether they may.
+bool Block::arrive_at(Barrier &barrier, uint32_t first, uint32_t expected) {
+    progressed_ = true;
+    if (++barrier.arrived != expected) return false;
+    barrier.arrived = 0;
+    ++barrier.generation;
+    for (uint32_t i = first; i < first + expected; ++i) fibers_[i]->blocked = false;
+    return true;
+}
+
 // Wait for fibers [first, first + expected).
 void Block::wait_at(Barrier &barrier, uint32_t first, uint32_t expected) {
-    if (expected == 1) return;
-    progressed_ = true;
-    if (++barrier.arrived == expected) {
-        barrier.arrived = 0;
-        ++barrier.generation;
-        for (uint32_t i = first; i < first + expected; ++i) fibers_[i]->blocked = false;
-        return;
-    }
     const uint64_t generation = barrier.generation;
+    if (arrive_at(barrier, first, expected)) return;
     fibers_[running_]->blocked = true;
     while (barrier.generation == generation) yield();
 }
@@ -296,6 +300,14 @@ bool Block::sync_warps_all(uint32_t first, uint32_t count, bool predicate) {
 }
 
 void Block::sync_block() { wait_at(block_barrier_, 0, num_fibers_); }
+
+void Block::sync_block_for(bool waits) {
+    if (waits) {
+        wait_at(block_for_barrier_, 0, num_fibers_);
+    } else {
+        arrive_at(block_for_barrier_, 0, num_fibers_);
+    }
+}
 
 bool Block::sync_block_all(bool predicate) { return vote_at(block_barrier_, 0, num_fibers_, predicate); }
 

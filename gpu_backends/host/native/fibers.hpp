@@ -76,6 +76,7 @@ class Block {
     bool sync_warps_all(uint32_t first, uint32_t count, bool predicate);
     void sync_block();
     bool sync_block_all(bool predicate);
+    void sync_block_for(bool waits);
 
     // 64 bits per lane, for exchanges inside a warp (each lane writes its own, then sync_warp).
     uint64_t &exchange(uint32_t lane) { return exchange_[warp() * num_lanes_ + lane]; }
@@ -89,6 +90,7 @@ class Block {
     struct Fiber;
 
     void end_round();
+    bool arrive_at(Barrier &barrier, uint32_t first, uint32_t expected);
     void wait_at(Barrier &barrier, uint32_t first, uint32_t expected);
     bool vote_at(Barrier &barrier, uint32_t first, uint32_t expected, bool predicate);
     void switch_to(uint32_t next);
@@ -117,6 +119,7 @@ class Block {
     std::vector<Barrier> warp_barriers_;
     std::vector<Barrier> team_barriers_;  // of warps from each one on
     Barrier block_barrier_;
+    Barrier block_for_barrier_;
     std::vector<uint64_t> exchange_;
     std::unique_ptr<Fiber> scheduler_;
     const void *scheduler_bottom_ = nullptr;  // AddressSanitizer only

@@ -62,7 +62,8 @@ inline void sync_block() { host::Block::current().sync_block(); }
 // The same, and whether `predicate` holds on all threads of the block.
 inline bool sync_block_all(bool predicate) { return host::Block::current().sync_block_all(predicate); }
 // The same for warps [first, first + count) of the block alone: several such runs of warps, which do not overlap, may be
-// at this at once, each as often as it likes. Where kPartsMeet is false, and KernelLimits.block_teams 1, all warps of the block are meant.
+// at this at once, each as often as it likes. Where kPartsMeet is false, and KernelLimits.block_teams 1, all warps of the
+// block are meant.
 inline constexpr bool kPartsMeet = true;
 inline void sync_warps(uint32_t first, uint32_t count) { host::Block::current().sync_warps(first, count); }
 inline bool sync_warps_all(uint32_t first, uint32_t count, bool predicate) {
