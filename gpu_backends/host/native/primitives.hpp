@@ -61,6 +61,9 @@ inline void sync_lanes() { sync_warp(); }  // where no copy is under way
 inline void sync_block() { host::Block::current().sync_block(); }
 // The same, and whether `predicate` holds on all threads of the block.
 inline bool sync_block_all(bool predicate) { return host::Block::current().sync_block_all(predicate); }
+// All threads of the block arrive, and only those that say so wait for the others, whose writes they then see. Not again
+// before the block has met otherwise. Where kPartsMeet is false, all wait.
+inline void sync_block_for(bool waits) { host::Block::current().sync_block_for(waits); }
 // The same for warps [first, first + count) of the block alone: several such runs of warps, which do not overlap, may be
 // at this at once, each as often as it likes. Where kPartsMeet is false, and KernelLimits.block_teams 1, all warps of the
 // block are meant.
