@@ -94,8 +94,6 @@ __device__ __forceinline__ void begin_block() {
     __syncwarp();
 }
 
-__device__ __forceinline__ void fence_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
-
 // Lane 0. Not inlined: sync_warp is everywhere, and seldom has anything to store.
 static __device__ __noinline__ void store_all(WarpStages *stages) { store_fetched<BulkEngine>(stages, stage_bytes()); }
 
@@ -117,7 +115,9 @@ __device__ __forceinline__ uint64_t staged_copy(uint8_t *destination, const uint
     const bool from_shared = is_shared(source);
     if (!from_shared && !is_global(source)) return 0;
     const uint64_t whole = bytes & ~uint64_t{15};
-    fence_proxies();
+    // Each of the memory of its own: the fence of all memory also waits until what this warp stored is out there.
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    if (from_shared) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
     if (lane() == 0) {
         if (from_shared) {
