@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from uccl_ep import Buffer
-from uccl_ep.bench import channel, ep, gpu, gpu_systems, ordering, records, transport
+from uccl_ep.bench import channel, ep, gpu, gpu_systems, ordering, proxied, records, transport
 from uccl_ep.bench.channel import slower_than
 from uccl_ep.bench.workload import Case, inputs
 from uccl_ep_core import conformance
@@ -52,6 +53,37 @@ def test_bench_of_gpus_compares_halves_and_checks_them() -> None:
             ours, gloo = f"{half}, call, uccl_ep", f"{half}, call, gloo all_to_all"
             assert rows[ours, gloo].ratio == pytest.approx(rows[gloo, ""].value / rows[ours, gloo].value)
         assert rows["dispatch fp8, call, uccl_ep", ""].value > 0
+
+
+@pytest.mark.parametrize("plan", ["native", "fenced"])
+def test_bench_of_proxies_sums_the_steps(plan: str) -> None:
+    cases = [Case("low latency", 5, 256, 4, 18, most=8), Case("high throughput", 32, 256, 4, 18)]
+    options = {"transport": "shm", "num_proxies": 2, "plan": plan}
+    found = proxied.run(cases, ranks=3, iterations=2, options=options, device="cpu")
+    assert len({r.case for r in found}) == len(cases)
+    for case in dict.fromkeys(r.case for r in found):
+        rows = {(r.metric, r.baseline): r for r in found if r.case == case}
+        for half in ("dispatch fp8", "dispatch bf16", "combine bf16"):
+            steps = [rows[f"{half}, {step}", ""].value for step in (proxied.INTO, proxied.THROUGH, proxied.OUT_OF)]
+            ours, total = rows[f"{half}, uccl_ep", f"{half}, {proxied.SUM}"], rows[f"{half}, {proxied.SUM}", ""]
+            assert min(steps) > 0
+            assert ((f"{half}, {proxied.WAITS}", "") in rows) == case.startswith("low latency")
+            assert total.value == pytest.approx(sum(steps))
+            assert ours.ratio == pytest.approx(total.value / ours.value)
+
+
+def test_what_crosses_between_domains() -> None:
+    """Two tokens of rank 0: its low-latency combine brings a row home for each pick, its dispatch one a rank."""
+    case = Case("low latency", 2, 256, 3, 6)
+    owners = [inputs(case, rank)[1] // 3 for rank in range(2)]
+    rows = [int((owners[rank] == 1 - rank).any(1).sum()) for rank in range(2)]
+    picks = [int((owners[rank] == 1 - rank).sum()) for rank in range(2)]
+    halves = proxied.crossings(case, 2, 0)
+    assert halves["dispatch bf16"] == proxied.Crossing(rows[0] * 512, rows[1] * 512, max(rows) * 512)
+    assert halves["dispatch fp8"].leaving == rows[0] * (256 + 8)
+    assert halves["combine bf16"] == proxied.Crossing(picks[1] * 512, picks[0] * 512, max(picks) * 512)
+    moved_back = proxied.crossings(dataclasses.replace(case, mode="high throughput"), 2, 0)["combine bf16"]
+    assert moved_back == proxied.Crossing(rows[1] * 512, rows[0] * 512, max(rows) * 512)
 
 
 class Broken:

@@ -128,6 +128,14 @@ def test_both_are_exact(pool: RankPool, path: str, case: int, ranks: int) -> Non
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("domain", "lanes"), [(1, "32"), (1, "1"), (2, "32")])
+def test_messages_in_parts_are_exact(pool: RankPool, domain: int, lanes: str) -> None:
+    """Three proxies bring a third of each message; lanes of a warp wait for a part each."""
+    options = {"UCCL_EP_NUM_PROXIES": "3", "UCCL_EP_NUM_CHANNELS": "4", "UCCL_EP_HOST_LANES": lanes}
+    pool.run("low_latency_programs:run", ranks=4, domain=domain, options=options, timeout_s=100,
+             arguments={"seed": 7, "steps": 20})  # fmt: skip
+
+
 @pytest.mark.parametrize("seed", [5, 6])
 def test_many_pairs_without_a_barrier(pool: RankPool, seed: int) -> None:
     pool.run(

@@ -131,9 +131,14 @@ def test_high_throughput_with_a_dead_rank(pool: RankPool, ranks: int, domain: in
     assert [reports[rank] for rank in range(ranks) if rank != 1] == [(1, "dead")] * (ranks - 1), reports
 
 
-@pytest.mark.parametrize(("plan", "lanes"), [("native", "1"), ("counted", "1"), ("fenced", "1"), ("native", "32")])
-def test_goes_on_in_every_plan(pool: RankPool, plan: str, lanes: str) -> None:
-    options = {"UCCL_EP_TIMEOUT_S": "60", "UCCL_EP_PLAN": plan, "UCCL_EP_TRANSPORT": "shm", "UCCL_EP_HOST_LANES": lanes}
+@pytest.mark.parametrize(("plan", "lanes", "proxies"), [
+    ("native", "1", "1"), ("counted", "1", "3"), ("fenced", "1", "1"), ("native", "32", "3"),
+])  # fmt: skip
+def test_goes_on_in_every_plan(pool: RankPool, plan: str, lanes: str, proxies: str) -> None:
+    options = {
+        "UCCL_EP_TIMEOUT_S": "60", "UCCL_EP_PLAN": plan, "UCCL_EP_TRANSPORT": "shm", "UCCL_EP_HOST_LANES": lanes,
+        "UCCL_EP_NUM_PROXIES": proxies, "UCCL_EP_NUM_CHANNELS": proxies, "UCCL_EP_HOST_THREADS": proxies,
+    }  # fmt: skip
     pool.run(
         goes_on, ranks=3, domain=1, options=options, may_die=(0,), arguments={"dead": [0], "told": False, "steps": 20}
     )

@@ -31,6 +31,7 @@ BENCHES = {
     "ep": ("uccl_ep.bench.ep", "Dispatch and combine, against an all-to-all of the same run."),
     "channel": ("uccl_ep.bench.channel", "Commands a second from kernels to proxies."),
     "ordering": ("uccl_ep.bench.ordering", "What an emulated ordering plan costs against the native one."),
+    "proxied": ("uccl_ep.bench.proxied", "Dispatch and combine through proxies, against the steps of their bytes."),
     "transport": ("uccl_ep.bench.transport", "Messages a second, latency and bandwidth of a transport."),
 }
 COMMANDS = {

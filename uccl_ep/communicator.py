@@ -45,6 +45,7 @@ class Communicator(Connection):
             rings=0 if self._ring_views is None else self._ring_views.device_pointer,
             counters=self._counters.device_pointer,
             status=self._status.device_pointer,
+            own_messages=0 if self._own_messages is None else self._own_messages.device_pointer,
             operation=self._operation,
         )
 

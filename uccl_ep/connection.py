@@ -26,6 +26,8 @@ from .team_grids import BLOCK_TEAMS, Room, Work, suitable_channels
 logger = logging.getLogger("uccl_ep")
 
 RINGS_PER_PROXY = 4
+MOST_LOW_LATENCY_PARTS = 8
+"""Of one message: as many threads bring it to a peer, and its receiver waits for as many signals."""
 HOST_SLOT_BYTES = 128 << 10  # stays in the caches
 GPU_SLOT_BYTES = 256 << 10  # a slot costs some microseconds of signals, whatever it holds
 MOST_CHANNELS = 48  # chosen automatically; more bring no bandwidth, and each has its own slots
@@ -173,6 +175,8 @@ class Connection:
             num_slots=self.general.num_slots,
             slot_bytes=self.slot_bytes,
             has_remote=has_remote,
+            # Each part of a low-latency message needs a proxy and a channel's signal of its own.
+            ll_parts=min(self.general.num_proxies, num_channels, MOST_LOW_LATENCY_PARTS) if has_remote else 1,
             **low_latency,
         )
 
@@ -307,6 +311,10 @@ class Connection:
         windows.append(self._status)
         self._counters = backend.allocate_device_memory(_native.kernels.counters_bytes(self.layout))
         windows.append(self._counters)
+        self._own_messages = None
+        if self.staged and self.layout.ll_dispatch_bytes != 0:  # what stays on the device does not cross the bus
+            self._own_messages = backend.allocate_device_memory(2 * self.layout.ll_dispatch_bytes)
+            windows.append(self._own_messages)
         self.channel = None
         self.num_rings = 0
         self._ring_views = None

@@ -13,10 +13,12 @@ enum class MessageCounter : uint32_t {
     kRailReceived = 3,
     kForwardSent = 4,     // [source domain * ranks_per_domain + receiver's place][channel]
     kForwardReceived = 5, // [source rank][channel]
-    kLowLatencyTicket = 6,  // [operation][parity][peer]: 1 + ticket of the last command that reads that outbox
+    // [operation][parity][peer][part]: 1 + ticket of the last command that reads that part of an outbox
+    kLowLatencyTicket = 6,
     kLowLatencyDecision = 10,  // [half of an operation][peer]: 2 * message + whether it came, see wait_or_leave_out
-    kSingles = 14,          // the single counters below
-    kCount = 15,
+    kLowLatencyRows = 14,   // [source] rows of its message of the dispatch at hand; not a count
+    kSingles = 15,          // the single counters below
+    kCount = 16,
 };
 
 enum class SingleCounter : uint32_t {
@@ -56,12 +58,16 @@ struct Counters {
         return group.counters + static_cast<uint64_t>(MessageCounter::kSingles) * stride(group.layout) +
                static_cast<uint64_t>(counter);
     }
-    UCCL_EP_DEVICE static uint64_t *ticket(const Group &group, uint32_t parity, uint32_t peer) {
+    UCCL_EP_DEVICE static uint64_t *ticket(const Group &group, uint32_t parity, uint32_t peer, uint32_t part) {
         return group.counters +
-               (static_cast<uint64_t>(MessageCounter::kLowLatencyTicket) + parity) * stride(group.layout) + peer;
+               (static_cast<uint64_t>(MessageCounter::kLowLatencyTicket) + parity) * stride(group.layout) +
+               uint64_t{peer} * group.layout.num_channels + part;
     }
-    UCCL_EP_DEVICE static uint64_t *combine_ticket(const Group &group, uint32_t parity, uint32_t peer) {
-        return ticket(group, 2 + parity, peer);
+    UCCL_EP_DEVICE static uint64_t *combine_ticket(const Group &group, uint32_t parity, uint32_t peer, uint32_t part) {
+        return ticket(group, 2 + parity, peer, part);
+    }
+    UCCL_EP_DEVICE static uint64_t *rows(const Group &group, uint32_t source) {
+        return group.counters + static_cast<uint64_t>(MessageCounter::kLowLatencyRows) * stride(group.layout) + source;
     }
     UCCL_EP_DEVICE static uint64_t *decision(const Group &group, LowLatencyHalf half, uint32_t peer) {
         return group.counters +

@@ -20,7 +20,7 @@ UCCL_EP_DEVICE void ll_combine_send(const LowLatencyCombineParameters &p) {
     const uint32_t parity = static_cast<uint32_t>(number & 1);
     const auto masked = [&](uint32_t rank) { return p.masked != nullptr && p.masked[rank] != 0; };
     const bool ok = ll_wait_room(group, SignalKind::kLowLatencyCombineCredit, SignalKind::kLowLatencyCombine, number,
-                                 Counters::combine_ticket(group, parity, 0), Phase::kLowLatencyCombineSend, p.masked,
+                                 Counters::combine_ticket(group, parity, 0, 0), Phase::kLowLatencyCombineSend, p.masked,
                                  LowLatencyHalf::kCombineSend);
     const uint64_t rows_per_expert = uint64_t{ranks} * shape.max_tokens;
     // Offset, in the outbox, of the rows for a destination that a transport reaches.
@@ -64,18 +64,19 @@ UCCL_EP_DEVICE void ll_combine_send(const LowLatencyCombineParameters &p) {
     }
     // The last block has seen the others' arrival, so its signals carry their rows too.
     if (!last_block(group) || aborted(group)) return;
-    for (uint32_t destination = device::warp_in_block(); destination < ranks;
-         destination += device::warps_per_block()) {
-        if (device::lane() != 0 || masked(destination)) continue;
+    const uint32_t thread = device::warp_in_block() * device::kWarpSize + device::lane();
+    for (uint32_t i = thread; i < ranks * layout.ll_parts; i += device::warps_per_block() * device::kWarpSize) {
+        const uint32_t destination = i / layout.ll_parts, part = i % layout.ll_parts;
+        if (masked(destination) || part >= ll_parts(group, destination)) continue;
         uint64_t ticket = 0;
-        ll_send(group, destination, SignalKind::kLowLatencyCombine,
+        ll_send(group, destination, part, SignalKind::kLowLatencyCombine,
                 group.is_local(destination) ? 0 : outbox_of(destination),
                 layout.ll_combine_inbox(parity) + static_cast<uint64_t>(p.combine_base[destination]) * shape.row_bytes,
                 static_cast<uint64_t>(p.rows_home[destination]) * shape.row_bytes, number,
                 Phase::kLowLatencyCombineSend, &ticket);
-        if (!group.is_local(destination)) *Counters::combine_ticket(group, parity, destination) = ticket + 1;
+        if (!group.is_local(destination)) *Counters::combine_ticket(group, parity, destination, part) = ticket + 1;
     }
-    if (device::warp_in_block() == 0 && device::lane() == 0) *sent = number;
+    if (thread == 0) *sent = number;
 }
 
 // Sum elements [begin, end) of a token. The whole warp.
@@ -124,14 +125,15 @@ UCCL_EP_DEVICE void ll_combine_receive(const LowLatencyCombineParameters &p) {
     const uint32_t warps = device::num_blocks() * device::warps_per_block();
     const auto masked = [&](uint32_t rank) { return p.masked != nullptr && p.masked[rank] != 0; };
     bool ok = true;
-    for (uint32_t i = device::warp_in_block(); i < ranks; i += device::warps_per_block()) {
+    for (uint32_t i = device::warp_in_block(); i < ranks && looks(group); i += device::warps_per_block()) {
         const uint32_t source = (group.rank + i) % ranks;
-        if (masked(source) || device::lane() != 0 || !looks_at(group, source)) continue;
-        const bool timed = p.wait_cost != nullptr && device::block_index() == 0 && source != group.rank;
+        if (masked(source) || (source == group.rank && layout.has_remote)) continue;
+        const bool timed =
+            p.wait_cost != nullptr && device::block_index() == 0 && device::lane() == 0 && source != group.rank;
         const uint64_t start = timed ? device::now_ns() : 0;
         const uint32_t signal = layout.signal_index(SignalKind::kLowLatencyCombine, source, 0);
-        ok = ok && wait_or_leave_out(group, {Phase::kLowLatencyCombineReceive, source, signal, number}, p.masked,
-                                     LowLatencyHalf::kCombineReceive, number);
+        ok = ok && ll_wait_message(group, {Phase::kLowLatencyCombineReceive, source, signal, number}, p.masked,
+                                   LowLatencyHalf::kCombineReceive);
         if (timed) p.wait_cost[source] += static_cast<int64_t>(device::now_ns() - start);
     }
     if (all_have_looked(group, ok)) {

@@ -43,6 +43,59 @@ UCCL_EP_DEVICE bool ll_check(const LowLatencyDispatchParameters &p, const Messag
     return false;
 }
 
+// Where a message to this rank lies. My own never left: it is read where it was written, which is no host memory.
+UCCL_EP_DEVICE const uint8_t *ll_inbox(const Group &group, uint32_t parity, uint32_t source) {
+    return source == group.rank ? ll_own_message(group, parity)
+                                : group.data + group.layout.ll_dispatch_inbox(parity, source);
+}
+
+// How many rows a message brings, and how many of them are for an expert of mine. Those of a rank that block 0 has asked
+// for all (ll_hand_on_head) lie in device memory, where the other blocks find them sooner than over the bus.
+UCCL_EP_DEVICE uint32_t ll_rows_of(const Group &group, uint32_t parity, uint32_t source) {
+    return group.layout.has_remote && source != group.rank
+               ? static_cast<uint32_t>(*Counters::rows(group, source))
+               : reinterpret_cast<const MessageHeader *>(ll_inbox(group, parity, source))->rows;
+}
+UCCL_EP_DEVICE const int32_t *ll_count(const LowLatencyDispatchParameters &p, uint32_t parity, uint32_t source,
+                                       uint32_t expert) {
+    const Group &group = p.group;
+    if (group.layout.has_remote && source != group.rank) return p.count + expert * group.num_ranks() + source;
+    return reinterpret_cast<const int32_t *>(ll_inbox(group, parity, source) + sizeof(MessageHeader)) + expert;
+}
+
+// Check the head of a message that came, and put it where all blocks read it. Everything of it is loaded together, since
+// each load from host memory takes 1.3 us. The whole warp; false on failure.
+UCCL_EP_DEVICE bool ll_hand_on_head(const LowLatencyDispatchParameters &p, uint32_t parity, uint32_t source,
+                                    uint64_t number) {
+    const Group &group = p.group;
+    const uint32_t ranks = group.num_ranks(), local_experts = p.shape.num_experts / ranks;
+    if (p.masked != nullptr && p.masked[source] != 0) return true;  // left out, just now
+    const uint8_t *message = ll_inbox(group, parity, source);
+    const auto *counts = reinterpret_cast<const int32_t *>(message + sizeof(MessageHeader));
+    const MessageHeader header = *reinterpret_cast<const MessageHeader *>(message);
+    constexpr uint32_t kAtOnce = device::kWarpSize == 1 ? 1 : 8;
+    for (uint32_t base = 0; base < local_experts; base += kAtOnce * device::kWarpSize) {
+        int32_t rows[kAtOnce];
+        UCCL_EP_UNROLL
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+            const uint32_t e = base + i * device::kWarpSize + device::lane();
+            rows[i] = e < local_experts ? counts[e] : 0;
+        }
+        UCCL_EP_UNROLL
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+            const uint32_t e = base + i * device::kWarpSize + device::lane();
+            if (e < local_experts) p.count[e * ranks + source] = rows[i];
+        }
+    }
+    bool ok = true;
+    if (device::lane() == 0) {
+        ok = ll_check(p, header, source, number);
+        p.combine_base[source] = static_cast<int32_t>(header.words[kWordCombineBase]);
+        *Counters::rows(group, source) = header.rows;
+    }
+    return device::broadcast(static_cast<uint32_t>(ok)) != 0;
+}
+
 // What combine needs to know, and the caller's counts. One block.
 UCCL_EP_DEVICE void ll_write_counts(const LowLatencyDispatchParameters &p, const LowLatencyArrivals &arrivals,
                                     uint32_t parity) {
@@ -50,15 +103,11 @@ UCCL_EP_DEVICE void ll_write_counts(const LowLatencyDispatchParameters &p, const
     const uint32_t ranks = group.num_ranks(), local_experts = p.shape.num_experts / ranks;
     const uint32_t warps = device::warps_per_block(), warp = device::warp_in_block();
     const auto masked = [&](uint32_t rank) { return p.masked != nullptr && p.masked[rank] != 0; };
-    const auto counts_of = [&](uint32_t source) {
-        return reinterpret_cast<const int32_t *>(group.data + group.layout.ll_dispatch_inbox(parity, source) +
-                                                 sizeof(MessageHeader));
-    };
     const uint32_t thread = warp * device::kWarpSize + device::lane();
     for (uint32_t e = thread; e < local_experts; e += warps * device::kWarpSize) {
         int32_t sum = 0;
         for (uint32_t source = 0; source < ranks; ++source) {
-            const int32_t rows = masked(source) ? 0 : counts_of(source)[e];
+            const int32_t rows = masked(source) ? 0 : *ll_count(p, parity, source, e);
             p.begin[e * ranks + source] = arrivals.begin[e * ranks + source];
             p.count[e * ranks + source] = rows;
             if (p.layout_range != nullptr) {
@@ -71,9 +120,12 @@ UCCL_EP_DEVICE void ll_write_counts(const LowLatencyDispatchParameters &p, const
         if (p.statistics != nullptr) p.statistics[e] += sum;
     }
     for (uint32_t source = thread; source < ranks; source += warps * device::kWarpSize) {
-        const auto *header =
-            reinterpret_cast<const MessageHeader *>(group.data + group.layout.ll_dispatch_inbox(parity, source));
-        p.combine_base[source] = masked(source) ? 0 : static_cast<int32_t>(header->words[kWordCombineBase]);
+        if (masked(source)) {
+            p.combine_base[source] = 0;
+        } else if (!group.layout.has_remote || source == group.rank) {  // else it was handed on
+            const auto *header = reinterpret_cast<const MessageHeader *>(ll_inbox(group, parity, source));
+            p.combine_base[source] = static_cast<int32_t>(header->words[kWordCombineBase]);
+        }
     }
     // Where my experts' rows for each source begin in its combine inbox: a warp a source.
     for (uint32_t source = warp; source < ranks; source += warps) {
@@ -81,7 +133,7 @@ UCCL_EP_DEVICE void ll_write_counts(const LowLatencyDispatchParameters &p, const
         for (uint32_t base = 0; base < local_experts; base += device::kWarpSize) {
             const uint32_t e = base + device::lane();
             const uint32_t rows =
-                e < local_experts && !masked(source) ? static_cast<uint32_t>(counts_of(source)[e]) : 0;
+                e < local_experts && !masked(source) ? static_cast<uint32_t>(*ll_count(p, parity, source, e)) : 0;
             uint32_t total;
             const uint32_t before = sum + sum_below(rows, &total);
             if (e < local_experts) p.rows_before[e * ranks + source] = static_cast<int32_t>(before);
@@ -143,7 +195,7 @@ UCCL_EP_DEVICE void ll_expand_row(const LowLatencyDispatchParameters &p, const L
     const LowLatencyShape &shape = p.shape;
     const uint32_t ranks = group.num_ranks(), topk = shape.num_topk;
     const uint64_t rows_per_expert = uint64_t{ranks} * shape.max_tokens;
-    const uint8_t *message = group.data + group.layout.ll_dispatch_inbox(parity, source);
+    const uint8_t *message = ll_inbox(group, parity, source);
     const LowLatencyRows at = LowLatencyRows::of(shape, ranks, arrivals.rows[source]);
     const auto *experts = reinterpret_cast<const int32_t *>(message + at.expert) + uint64_t{row} * topk;
     const auto *places = reinterpret_cast<const int32_t *>(message + at.place) + uint64_t{row} * topk;
@@ -192,33 +244,32 @@ UCCL_EP_DEVICE void ll_dispatch_receive(const LowLatencyDispatchParameters &p) {
     const uint32_t warp = device::warp_in_block(), warps = device::warps_per_block();
     const auto masked = [&](uint32_t rank) { return p.masked != nullptr && p.masked[rank] != 0; };
     const LowLatencyArrivals arrivals = LowLatencyArrivals::in(device::shared_memory(), ranks, warps, shape.num_topk);
-    // My own message never left: where I wrote it is where it is read. It has a signal all the same, since other
-    // blocks of this launch may be writing it.
-    const auto message_of = [&](uint32_t source) -> const uint8_t * {
-        return group.data + layout.ll_dispatch_inbox(parity, source);
-    };
     bool ok = true;
-    for (uint32_t i = warp; i < ranks; i += warps) {
+    for (uint32_t i = warp; i < ranks && looks(group); i += warps) {
         const uint32_t source = (group.rank + i) % ranks;
-        if (device::lane() != 0 || !looks_at(group, source)) continue;
-        const auto *header = reinterpret_cast<const MessageHeader *>(message_of(source));
-        if (!masked(source)) {
-            const bool timed = p.wait_cost != nullptr && device::block_index() == 0 && source != group.rank;
+        // Of my own message all that could be waited for is the barrier below, where all blocks have written it.
+        if (!masked(source) && !(source == group.rank && layout.has_remote)) {
+            const bool timed =
+                p.wait_cost != nullptr && device::block_index() == 0 && device::lane() == 0 && source != group.rank;
             const uint64_t start = timed ? device::now_ns() : 0;
             const uint32_t signal = layout.signal_index(SignalKind::kLowLatencyDispatch, source, 0);
-            ok = ok &&
-                 wait_or_leave_out(group, {Phase::kLowLatencyDispatchReceive, source, signal, number}, p.masked,
-                                   LowLatencyHalf::kDispatchReceive, number) &&
-                 (masked(source) || ll_check(p, *header, source, number));
+            ok = ok && ll_wait_message(group, {Phase::kLowLatencyDispatchReceive, source, signal, number}, p.masked,
+                                       LowLatencyHalf::kDispatchReceive);
             if (timed) p.wait_cost[source] += static_cast<int64_t>(device::now_ns() - start);
+            if (!ok) continue;
+            if (layout.has_remote) {
+                ok = ll_hand_on_head(p, parity, source, number);
+                continue;
+            }
+            const auto *header = reinterpret_cast<const MessageHeader *>(ll_inbox(group, parity, source));
+            ok = device::broadcast(static_cast<uint32_t>(device::lane() != 0 || masked(source) ||
+                                                         ll_check(p, *header, source, number))) != 0;
         }
-        arrivals.rows[source] = masked(source) ? 0 : header->rows;
     }
     ok = all_have_looked(group, ok);
     for (uint32_t source = warp * device::kWarpSize + device::lane(); source < ranks && ok;
          source += warps * device::kWarpSize) {
-        if (looks_at(group, source)) continue;
-        arrivals.rows[source] = masked(source) ? 0 : reinterpret_cast<const MessageHeader *>(message_of(source))->rows;
+        arrivals.rows[source] = masked(source) ? 0 : ll_rows_of(group, parity, source);
     }
     if (ok) {
         for (uint32_t e = warp * device::kWarpSize + device::lane(); e < local_experts;
@@ -229,9 +280,7 @@ UCCL_EP_DEVICE void ll_dispatch_receive(const LowLatencyDispatchParameters &p) {
                 int32_t rows[kAtOnce];
                 UCCL_EP_UNROLL
                 for (uint32_t i = 0; i < kAtOnce; ++i) {
-                    rows[i] = base + i < ranks && !masked(base + i)
-                                  ? reinterpret_cast<const int32_t *>(message_of(base + i) + sizeof(MessageHeader))[e]
-                                  : 0;
+                    rows[i] = base + i < ranks && !masked(base + i) ? *ll_count(p, parity, base + i, e) : 0;
                 }
                 UCCL_EP_UNROLL
                 for (uint32_t i = 0; i < kAtOnce; ++i) {

@@ -134,7 +134,7 @@ UCCL_EP_DEVICE void ll_dispatch_send(const LowLatencyDispatchParameters &p) {
                               (p.num_tokens + blocks - 1) / blocks * p.shape.num_topk);
     const auto wait_room = [&] {
         return ll_wait_room(group, SignalKind::kLowLatencyDispatchCredit, SignalKind::kLowLatencyDispatch, number,
-                            Counters::ticket(group, parity, 0), Phase::kLowLatencyDispatchSend, p.masked,
+                            Counters::ticket(group, parity, 0, 0), Phase::kLowLatencyDispatchSend, p.masked,
                             LowLatencyHalf::kDispatchSend);
     };
     // A rank that the wait leaves out must be known before rows are placed; without a mask, placing costs no time while
@@ -151,16 +151,16 @@ UCCL_EP_DEVICE void ll_dispatch_send(const LowLatencyDispatchParameters &p) {
     // The last block has seen the others' arrival, so its signals carry their rows too.
     if (!last_block(group) || aborted(group)) return;
     const uint32_t thread = device::warp_in_block() * device::kWarpSize + device::lane();
-    for (uint32_t i = thread; i < ranks; i += device::warps_per_block() * device::kWarpSize) {
-        const uint32_t rank = (group.rank + i) % ranks;
-        if (masked(rank)) continue;
+    for (uint32_t i = thread; i < ranks * layout.ll_parts; i += device::warps_per_block() * device::kWarpSize) {
+        const uint32_t rank = (group.rank + i / layout.ll_parts) % ranks, part = i % layout.ll_parts;
+        if (masked(rank) || part >= ll_parts(group, rank)) continue;
         const LowLatencyRows at =
             LowLatencyRows::of(p.shape, ranks, static_cast<uint32_t>(placing.total[placing.experts + rank]));
         uint64_t ticket = 0;
-        ll_send(group, rank, SignalKind::kLowLatencyDispatch,
+        ll_send(group, rank, part, SignalKind::kLowLatencyDispatch,
                 layout.has_remote ? layout.ll_dispatch_outbox(parity, rank) : 0,
                 layout.ll_dispatch_inbox(parity, group.rank), at.end, number, Phase::kLowLatencyDispatchSend, &ticket);
-        if (!group.is_local(rank)) *Counters::ticket(group, parity, rank) = ticket + 1;
+        if (!group.is_local(rank)) *Counters::ticket(group, parity, rank, part) = ticket + 1;
     }
     if (thread == 0) *sent = number;
 }

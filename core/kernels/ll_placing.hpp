@@ -5,12 +5,13 @@
 #pragma once
 
 #include "block_memory.hpp"
-#include "stream.hpp"
+#include "ll_exchange.hpp"
 #include "tokens.hpp"
 
 namespace uccl_ep {
 
 UCCL_EP_DEVICE uint8_t *ll_message(const Group &group, uint32_t destination, uint32_t parity) {
+    if (destination == group.rank) return ll_own_message(group, parity);
     return group.is_local(destination)
                ? group.peer_data[destination] + group.layout.ll_dispatch_inbox(parity, group.rank)
                : group.data + group.layout.ll_dispatch_outbox(parity, destination);

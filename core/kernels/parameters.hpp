@@ -63,6 +63,7 @@ struct Group {
     uint64_t *counters;             // device memory, see counters.hpp
     KernelStatus *status;
     uint64_t operation;             // sequence number of this call, for diagnosis and mismatch detection
+    uint8_t *own_messages;          // device memory [2 parities][ll_dispatch_bytes], or null: see ll_own_message
 
     UCCL_EP_DEVICE uint32_t num_ranks() const { return layout.num_ranks; }
     UCCL_EP_DEVICE uint32_t domain() const { return rank / layout.ranks_per_domain; }

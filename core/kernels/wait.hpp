@@ -151,13 +151,16 @@ UCCL_EP_DEVICE uint64_t *local_signal(const Group &group, uint32_t owner, uint32
     return reinterpret_cast<uint64_t *>(group.peer_data[owner] + group.layout.local_signal_offset(index));
 }
 
+// Where a signal that `raiser` raises for me lies.
+UCCL_EP_DEVICE const uint64_t *signal_address(const Group &group, uint32_t raiser, uint32_t signal) {
+    return group.is_local(raiser)
+               ? local_signal(group, group.rank, signal)
+               : reinterpret_cast<const uint64_t *>(group.control + group.layout.signal_offset(signal));
+}
+
 // Wait for a signal that `raiser` raises for me, in which `awaited.peer` is at fault if it does not come; one thread.
 UCCL_EP_DEVICE bool wait_signal_of(const Group &group, uint32_t raiser, const Awaited &awaited) {
-    const uint64_t *address =
-        group.is_local(raiser)
-            ? local_signal(group, group.rank, awaited.signal)
-            : reinterpret_cast<const uint64_t *>(group.control + group.layout.signal_offset(awaited.signal));
-    return wait_at_least(group, awaited, address);
+    return wait_at_least(group, awaited, signal_address(group, raiser, awaited.signal));
 }
 
 // Wait for a signal that `awaited.peer` raises for me; called by one thread.

@@ -63,7 +63,7 @@ class LayoutStruct(ctypes.Structure):
         ("ll_combine_bytes", c_uint64),
         ("ll_outbox_bytes", c_uint64),
         ("has_remote", c_uint32),
-        ("reserved", c_uint32),
+        ("ll_parts", c_uint32),
         *((name, c_uint64) for name in _PARTS_OF_THE_DATA_WINDOW),
     ]
 
@@ -101,6 +101,7 @@ class Group(ctypes.Structure):
         ("counters", c_void_p),
         ("status", c_void_p),
         ("operation", c_uint64),
+        ("own_messages", c_void_p),
     ]
 
 

@@ -12,7 +12,7 @@ RINGS_PER_PROXY = 4
 KIND = _native.SignalKind
 
 
-def layout(ranks: int, domain: int, channels: int) -> _native.Layout:
+def layout(ranks: int, domain: int, channels: int, parts: int = 1) -> _native.Layout:
     return _native.Layout(
         num_ranks=ranks,
         ranks_per_domain=domain,
@@ -20,6 +20,7 @@ def layout(ranks: int, domain: int, channels: int) -> _native.Layout:
         num_slots=8,
         slot_bytes=1024,
         has_remote=True,
+        ll_parts=parts,
     )
 
 
@@ -34,13 +35,15 @@ def most_and_fair(rings: list[int], num_rings: int) -> tuple[int, int]:
 def test_no_ring_and_no_proxy_has_much_more_than_its_share(
     ranks: int, domain: int, channels: int, proxies: int
 ) -> None:
-    shape, num_rings = layout(ranks, domain, channels), proxies * RINGS_PER_PROXY
+    parts = min(channels, proxies)
+    shape, num_rings = layout(ranks, domain, channels, parts), proxies * RINGS_PER_PROXY
     for rank in (0, ranks - 1):
         others = [peer for peer in range(ranks) if peer // domain != rank // domain]
         rail = [peer for peer in others if peer % domain == rank % domain]
         phases = [
-            (others, KIND.LOW_LATENCY_DISPATCH, 1),
-            (others, KIND.LOW_LATENCY_COMBINE, 1),
+            (others, KIND.LOW_LATENCY_DISPATCH, parts),
+            (others, KIND.LOW_LATENCY_COMBINE, parts),
+            (others, KIND.LOW_LATENCY_COMBINE_CREDIT, 1),
             (others, KIND.DIRECT_DATA, channels),
             (rail, KIND.RAIL_DATA, channels),
             (rail, KIND.RAIL_CREDIT, channels),
@@ -57,6 +60,13 @@ def test_no_ring_and_no_proxy_has_much_more_than_its_share(
             assert most <= fair + 1, f"{kind} of rank {rank}: {Counter(rings)}"
             most, fair = most_and_fair([ring % proxies for ring in rings], proxies)
             assert most <= fair + 1, f"{kind} of rank {rank} by proxy"
+
+
+def test_each_part_of_a_message_has_a_proxy_of_its_own() -> None:
+    shape = layout(8, 2, 6, parts=4)
+    for peer in range(8):
+        rings = [shape.ring_index(peer, shape.signal_index(KIND.LOW_LATENCY_COMBINE, 3, part), 16) for part in range(4)]
+        assert {ring % 4 for ring in rings} == set(range(4))
 
 
 def test_a_signal_always_has_the_same_ring() -> None:

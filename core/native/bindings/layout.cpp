@@ -59,7 +59,7 @@ void bind_layout(py::module_ &module) {
     py::class_<Layout>(module, "Layout")
         .def(py::init([](uint32_t num_ranks, uint32_t ranks_per_domain, uint32_t num_channels, uint32_t num_slots,
                          uint64_t slot_bytes, uint64_t ll_dispatch_bytes, uint64_t ll_combine_bytes,
-                         uint64_t ll_outbox_bytes, bool has_remote) {
+                         uint64_t ll_outbox_bytes, bool has_remote, uint32_t ll_parts) {
                  Layout layout{};
                  layout.num_ranks = num_ranks;
                  layout.ranks_per_domain = ranks_per_domain;
@@ -70,18 +70,21 @@ void bind_layout(py::module_ &module) {
                  layout.ll_combine_bytes = ll_combine_bytes;
                  layout.ll_outbox_bytes = ll_outbox_bytes;
                  layout.has_remote = has_remote ? 1 : 0;
+                 layout.ll_parts = ll_parts;
                  layout.arrange();
                  return layout;
              }),
              py::kw_only(), py::arg("num_ranks"), py::arg("ranks_per_domain"), py::arg("num_channels"),
              py::arg("num_slots"), py::arg("slot_bytes"), py::arg("ll_dispatch_bytes") = 0,
-             py::arg("ll_combine_bytes") = 0, py::arg("ll_outbox_bytes") = 0, py::arg("has_remote") = false)
+             py::arg("ll_combine_bytes") = 0, py::arg("ll_outbox_bytes") = 0, py::arg("has_remote") = false,
+             py::arg("ll_parts") = 1)
         .def_readonly("num_ranks", &Layout::num_ranks)
         .def_readonly("ranks_per_domain", &Layout::ranks_per_domain)
         .def_readonly("num_channels", &Layout::num_channels)
         .def_readonly("num_slots", &Layout::num_slots)
         .def_readonly("slot_bytes", &Layout::slot_bytes)
         .def_readonly("ll_dispatch_bytes", &Layout::ll_dispatch_bytes)
+        .def_readonly("ll_parts", &Layout::ll_parts)
         .def_readonly("ll_combine_bytes", &Layout::ll_combine_bytes)
         .def_readonly("ll_outbox_bytes", &Layout::ll_outbox_bytes)
         .def_property_readonly("has_remote", [](const Layout &layout) { return layout.has_remote != 0; })

@@ -58,6 +58,7 @@ Layout layout_of(uint32_t signals) {
     layout.num_slots = 8;
     layout.slot_bytes = 1024;
     layout.has_remote = 1;
+    layout.ll_parts = 1;
     layout.arrange();
     return layout;
 }

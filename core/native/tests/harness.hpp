@@ -22,6 +22,7 @@ inline Layout test_layout(uint32_t num_ranks, uint32_t num_channels) {
     layout.num_slots = 8;
     layout.slot_bytes = 1024;
     layout.has_remote = 1;
+    layout.ll_parts = 1;
     layout.arrange();
     return layout;
 }

@@ -39,7 +39,7 @@ enum class SignalKind : uint32_t {
     kRailCredit = 3,
     kForwardData = 4,     // slots of forward ring [source rank][channel] filled by my domain's forwarder
     kForwardCredit = 5,   // "peer" is [source domain * ranks_per_domain + receiver's place in its domain]
-    kLowLatencyDispatch = 6,        // low-latency dispatch messages from that peer (channel 0)
+    kLowLatencyDispatch = 6,        // low-latency dispatch messages from that peer (channel: a part of them)
     kLowLatencyDispatchCredit = 7,  // low-latency dispatch messages of mine it has expanded
     kLowLatencyCombine = 8,
     kLowLatencyCombineCredit = 9,
@@ -147,7 +147,7 @@ struct Layout {
     uint64_t ll_combine_bytes;  // all low-latency combine rows that come home to a rank
     uint64_t ll_outbox_bytes;  // all rows a rank sends home in one combine (0: no transport peers)
     uint32_t has_remote;  // 1: some peer is reached through a transport, outboxes exist
-    uint32_t reserved;
+    uint32_t ll_parts;  // of a packed low-latency message that a transport carries; 1 to num_channels
 
     // Where the parts of the data window begin, in bytes: what arrange() makes of the above. Kept, since a kernel that
     // worked it out at each address would run a hundred instructions for one that it wants.
@@ -242,7 +242,10 @@ struct Layout {
     UCCL_EP_DEVICE uint32_t ring_index(uint32_t peer, uint32_t signal, uint32_t num_rings) const {
         const uint32_t kind = signal / static_cast<uint32_t>(signals_per_kind());
         if (kind >= static_cast<uint32_t>(SignalKind::kLowLatencyDispatch)) {
-            return peer % num_rings;  // low latency and barrier: one signal a peer
+            // Low latency and barrier: one signal a peer, or one a part of its messages.
+            const bool data = kind == static_cast<uint32_t>(SignalKind::kLowLatencyDispatch) ||
+                              kind == static_cast<uint32_t>(SignalKind::kLowLatencyCombine);
+            return (data ? peer * ll_parts + signal % num_channels : peer) % num_rings;
         }
         const bool rail = kind == static_cast<uint32_t>(SignalKind::kRailData) ||
                           kind == static_cast<uint32_t>(SignalKind::kRailCredit);
