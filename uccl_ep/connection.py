@@ -29,7 +29,7 @@ RINGS_PER_PROXY = 4
 MOST_LOW_LATENCY_PARTS = 8
 """Of one message: as many threads bring it to a peer, and its receiver waits for as many signals."""
 HOST_SLOT_BYTES = 128 << 10  # stays in the caches
-GPU_SLOT_BYTES = 256 << 10  # a slot costs some microseconds of signals, whatever it holds
+GPU_SLOT_BYTES = 352 << 10  # 24 rows of 7168 bf16; a slot costs some microseconds of signals, whatever it holds
 MOST_CHANNELS = 48  # chosen automatically; more bring no bandwidth, and each has its own slots
 MOST_RING_BYTES = 1 << 30  # of a data window, in slots of channels whose number was chosen automatically
 DEFAULT_LIMIT_S = 300.0  # as plugins.toml has it

@@ -120,14 +120,13 @@ UCCL_EP_DEVICE uint32_t sum_domains(const CombineParameters &p, CombineTerm *ter
     return left;
 }
 
-// Sum one token; `rows` are the numbers of its rows by rank. The sums of a round are complete when the last of this
-// warp, which has no `more` behind it, has been made. The whole warp.
+// Sum one token; `rows` are the numbers of its rows by rank. The whole warp.
 UCCL_EP_DEVICE void combine_sum(const CombineParameters &p, const CombineProgress &progress, uint32_t channel,
-                                uint32_t token, const int32_t *rows, CombineTerm *list, bool more) {
+                                uint32_t token, const int32_t *rows, CombineTerm *list) {
     const Group &group = p.group;
     const uint64_t own = static_cast<uint64_t>(p.receive_offset[group.rank * group.layout.num_channels + channel]);
     const uint32_t num_biases = (p.bias[0] != nullptr) + (p.bias[1] != nullptr);
-    device::sync_lanes();  // the terms of the token before have been read
+    device::sync_warp();  // the terms of the token before have been read
     if (device::lane() == 0 && num_biases != 0) {
         list[0] = {(p.bias[0] != nullptr ? p.bias[0] : p.bias[1]) + uint64_t{token} * p.row_bytes, nullptr, 0, 0};
         if (num_biases == 2) list[1] = {p.bias[1] + uint64_t{token} * p.row_bytes, nullptr, 0, 0};
@@ -152,16 +151,15 @@ UCCL_EP_DEVICE void combine_sum(const CombineParameters &p, const CombineProgres
         }
         num_terms += device::population_count(there);
     }
-    device::sync_lanes();
+    device::sync_warp();
     for (uint32_t k = device::lane(); k < p.num_topk; k += device::kWarpSize) {
         float sum = 0.0f;
         for (uint32_t j = 0; j < num_terms; ++j) sum += terms[j].topk_weights[k];
         p.out_topk_weights[uint64_t{token} * p.num_topk + k] = sum;
     }
     if (p.domains_first != 0) num_terms = sum_domains(p, terms, num_terms);
-    sum_payload_ahead(
-        p.payload_type, p.out + uint64_t{token} * p.row_bytes, p.hidden, p.row_bytes, num_biases + num_terms,
-        [&](uint32_t j) { return list[j].payload; }, more);
+    sum_token(p.payload_type, p.out + uint64_t{token} * p.row_bytes, p.hidden, num_biases + num_terms,
+              [&](uint32_t j) { return list[j].payload; });
 }
 
 // Role: sum this channel's tokens, some of them a round: their rows are waited for together, and go back together.
@@ -203,7 +201,7 @@ UCCL_EP_DEVICE bool combine_reduce(const CombineParameters &p, Team team, uint32
         if (!ok) break;
         for (uint32_t i = team.index; i < tokens; i += team.size) {
             combine_sum(p, progress, channel, first + i, progress.row + i * ranks,
-                        progress.terms + team.index * (ranks + 2), i + team.size < tokens);
+                        progress.terms + team.index * (ranks + 2));
         }
         team.sync();  // the rows have been read: slots may go back
         for (uint32_t rank = team.index; rank < ranks; rank += team.size) {

@@ -120,7 +120,10 @@ UCCL_EP_DEVICE void write_masks(const DispatchParameters &p, Team team, const To
 UCCL_EP_DEVICE bool dispatch_send(const DispatchParameters &p, Team team, const StreamPlace &place, uint32_t first_rank,
                                   uint32_t rank_count, uint32_t total, bool on_rail) {
     const Group &group = p.group;
-    const uint32_t capacity = DispatchRows::capacity(p.shape, group.layout.slot_bytes, on_rail);
+    // Inside a domain as many for each warp, where more than one a warp fit: a warp without a row would wait for the rest.
+    const uint32_t most = DispatchRows::capacity(p.shape, group.layout.slot_bytes, on_rail);
+    const bool even = most > team.size && group.is_local(place.peer);
+    const uint32_t capacity = even ? most - most % team.size : most;
     StreamSender sender(group, place, Phase::kDispatch, team);
     uint32_t left = total, filled = 0, rows = 0;
     uint8_t *slot = nullptr;

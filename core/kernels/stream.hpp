@@ -174,6 +174,9 @@ class StreamSender {
   public:
     UCCL_EP_DEVICE StreamSender(const Group &group, const StreamPlace &place, Phase phase, Team team = {})
         : group_(group), place_(place), phase_(phase), team_(team), sent_(*place.counter) {
+        if (!group.is_local(place.peer)) {  // else nobody asks for them, and their stores would take a GPU 5 us
+            for (uint64_t &ticket : tickets_) ticket = 0;
+        }
         team_.sync();  // all have read the counter before finish() may write it
     }
 
@@ -243,7 +246,7 @@ class StreamSender {
     Team team_;
     uint64_t sent_;
     uint64_t used_ = 0;               // the leader: slots with a ticket below
-    uint64_t tickets_[kMaxSlots]{};   // the leader: command that last read each outbox slot
+    uint64_t tickets_[kMaxSlots];     // the leader, of a remote peer: command that last read each outbox slot
 };
 
 UCCL_EP_DEVICE const uint8_t *slot_at(const Group &group, const StreamPlace &place, uint64_t number) {

@@ -50,7 +50,8 @@ class ScalarRun {
 };
 
 // A backend whose primitives know a faster form with the same bits names it, a shorter one for sums that keep
-// more rows at hand, and a short one for what is left.
+// more rows at hand, and a short one for what is left; and UCCL_EP_DEVICE_SUM_OF_TWO(to, a, b, elements), which sums what
+// it can of two rows of bfloat16, and returns where the rest begins.
 #ifdef UCCL_EP_DEVICE_RUN
 template <class Element>
 using Run = UCCL_EP_DEVICE_RUN<Element>;
@@ -121,22 +122,18 @@ UCCL_EP_DEVICE void sum_payload(uint32_t payload_type, uint8_t *out, uint32_t be
     });
 }
 
-// The same sum, of whole rows of `row_bytes`, for one of several that a warp makes: a device may have rows on their way
-// and sum them in a later call, so all calls but the last of them say `more`, and until that one returns no row may
-// change, no sum be read and the warp copy nothing. `term` is asked in this call alone. A device that does this gives
-// UCCL_EP_DEVICE_SUM_AHEAD(out, bytes, num_terms, row, with_type, finish), which returns whether it takes the rows at
-// hand (else they are summed here), and leaves nothing undone if `finish` says so; with_type(use) calls use(Element{}).
+// The sum of whole rows of `elements`, not weighted. Apart from the above, since the shortcut takes registers.
 template <class Term>
-UCCL_EP_DEVICE void sum_payload_ahead(uint32_t payload_type, uint8_t *out, uint32_t elements, uint32_t row_bytes,
-                                      uint32_t num_terms, Term term, bool more) {
-#ifdef UCCL_EP_DEVICE_SUM_AHEAD
-    const auto with_type = [&](auto use) { with_element(payload_type, use); };
-    if (UCCL_EP_DEVICE_SUM_AHEAD(out, row_bytes, num_terms, term, with_type, !more)) return;
-#else
-    static_cast<void>(row_bytes);
-    static_cast<void>(more);
+UCCL_EP_DEVICE void sum_token(uint32_t payload_type, uint8_t *out, uint32_t elements, uint32_t num_terms, Term term) {
+    uint32_t begin = 0;
+#ifdef UCCL_EP_DEVICE_SUM_OF_TWO
+    if (num_terms == 2 && payload_type == static_cast<uint32_t>(PayloadType::kBfloat16)) {
+        begin = UCCL_EP_DEVICE_SUM_OF_TWO(reinterpret_cast<uint16_t *>(out), reinterpret_cast<const uint16_t *>(term(0)),
+                                          reinterpret_cast<const uint16_t *>(term(1)), elements);
+        if (begin == elements) return;
+    }
 #endif
-    sum_payload<false>(payload_type, out, 0, elements, num_terms, term, [](uint32_t) { return 1.0f; });
+    sum_payload<false>(payload_type, out, begin, elements, num_terms, term, [](uint32_t) { return 1.0f; });
 }
 
 // Elements that a warp sums at a time, by the runs given: pieces of a row that are shared out begin at multiples of

@@ -45,17 +45,6 @@ class VectorRun {
         return loaded;
     }
 
-    // Of rows of which this run is the rest, `pieces` of them: only the last of a lane may be missing, which is then the
-    // row's last piece again.
-    UCCL_EP_DEVICE static Loaded load_rest(const RunPiece *from, uint32_t pieces) {
-        Loaded loaded;
-        UCCL_EP_UNROLL
-        for (uint32_t i = 0; i + 1 < kPieces; ++i) loaded.piece[i] = (from + lane())[i * kWarpSize];
-        const uint32_t last = (kPieces - 1) * kWarpSize + lane();
-        loaded.piece[kPieces - 1] = from[last < pieces ? last : pieces - 1];
-        return loaded;
-    }
-
     // Sums on their way: whole lines of neighbouring lanes, so in an order of their own within a run of one piece;
     // runs of more pieces are such runs, one behind the other.
     struct alignas(16) Chunk {
@@ -91,14 +80,6 @@ class VectorRun {
         UCCL_EP_UNROLL
         for (uint32_t i = 0; i < kElements; ++i) sums_[i] += kWeighted ? values[i] * factor : values[i];
     }
-    // clear() and add() of the first row: it makes +0 of -0, so it is an addition too.
-    UCCL_EP_DEVICE void start(const Loaded &loaded) {
-        Accumulator values[kElements];
-        convert(values, loaded);
-        UCCL_EP_UNROLL
-        for (uint32_t i = 0; i < kElements; ++i) sums_[i] = 0 + values[i];
-    }
-
     UCCL_EP_DEVICE void store(Storage *to) const {
         const Loaded rounded = round();
         if (is_aligned(to)) {
@@ -112,14 +93,6 @@ class VectorRun {
             for (uint32_t i = 0; i < kElements; ++i) to[place(i)] = values[i];
         }
     }
-    UCCL_EP_DEVICE void store_rest(RunPiece *to, uint32_t pieces) const {
-        const Loaded rounded = round();
-        UCCL_EP_UNROLL
-        for (uint32_t i = 0; i + 1 < kPieces; ++i) (to + lane())[i * kWarpSize] = rounded.piece[i];
-        const uint32_t last = (kPieces - 1) * kWarpSize + lane();
-        if (last < pieces) to[last] = rounded.piece[kPieces - 1];
-    }
-
   private:
     UCCL_EP_DEVICE static void convert(Accumulator (&values)[kElements], const Loaded &loaded) {
         if constexpr (Element::kIsBfloat16) {
@@ -181,43 +154,5 @@ template <class Element>
 using MiddleRun = VectorRun<Element, 3>;  // 12 warps take a row of 7168 in one go
 template <class Element>
 using ShortRun = VectorRun<Element, 1>;
-
-// The rest of rows that lie in the block's memory, `apart` pieces behind one another: see load_rest. The whole warp.
-template <class Element, uint32_t kPieces>
-UCCL_EP_DEVICE void sum_rest(RunPiece *to, const RunPiece *rows, uint32_t apart, uint32_t num_terms, uint32_t pieces) {
-    using Run = VectorRun<Element, kPieces>;
-    const auto load = [&](uint32_t j) { return Run::load_rest(rows + j * apart, pieces); };
-    Run run;
-    const typename Run::Loaded first = load(0), second = load(num_terms > 1 ? 1 : 0);
-    run.start(first);
-    if (num_terms > 1) run.template add<false>(second, 1);
-    uint32_t j = 2;
-    for (; j + 2 <= num_terms; j += 2) {
-        const typename Run::Loaded even = load(j), odd = load(j + 1);
-        run.template add<false>(even, 1);
-        run.template add<false>(odd, 1);
-    }
-    if (j < num_terms) run.template add<false>(load(j), 1);
-    run.store_rest(to, pieces);
-}
-
-// to[i] = round(sum over rows, in order, of piece i), of rows of `pieces` pieces that lie one behind the other in the
-// block's memory. The whole warp.
-template <class Element>
-UCCL_EP_DEVICE void sum_pieces(RunPiece *to, const RunPiece *rows, uint32_t pieces, uint32_t num_terms) {
-    for (uint32_t at = 0; at < pieces;) {
-        const uint32_t left = pieces - at;
-        if (left > 3 * kWarpSize) {
-            sum_rest<Element, 4>(to + at, rows + at, pieces, num_terms, left);
-            at += 4 * kWarpSize;
-        } else if (left > kWarpSize) {
-            sum_rest<Element, 2>(to + at, rows + at, pieces, num_terms, left);
-            at += 2 * kWarpSize;
-        } else {
-            sum_rest<Element, 1>(to + at, rows + at, pieces, num_terms, left);
-            at += kWarpSize;
-        }
-    }
-}
 
 }  // namespace uccl_ep::device

@@ -27,11 +27,6 @@ __device__ __forceinline__ uint32_t stage_bytes() {
 
 // The engine that stage_pipeline.hpp drives, by lane 0.
 struct BulkEngine {
-    // A barrier whose phase ends with one arrival and all the bytes that it expects.
-    __device__ __forceinline__ static void begin(uint64_t *filled) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(filled)) : "memory");
-    }
-
     // Wait until the stages of all but the last kAllowed stores have been read.
     template <uint32_t kAllowed>
     __device__ __forceinline__ static void wait_stages_read() {
@@ -39,20 +34,11 @@ struct BulkEngine {
     }
 
     __device__ __forceinline__ static void fetch(void *stage, uint64_t *filled, const void *source, uint32_t bytes) {
-        expect(filled, bytes);
-        fetch_part(stage, filled, source, bytes);
-    }
-
-    // A fetch of several parts: the barrier expects all of their bytes, once.
-    __device__ __forceinline__ static void expect(uint64_t *filled, uint32_t bytes) {
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(filled)), "r"(bytes)
-                     : "memory");
-    }
-    __device__ __forceinline__ static void fetch_part(void *stage, uint64_t *filled, const void *source,
-                                                      uint32_t bytes) {
+        const uint32_t barrier = shared_address(filled);
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                          shared_address(stage)),
-                     "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(shared_address(filled))
+                     "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(barrier)
                      : "memory");
     }
 
@@ -84,11 +70,9 @@ __device__ __forceinline__ void begin_block() {
     if (lane() == 0) {
         WarpStages *stages = warp_stages();
         for (uint32_t i = 0; i < kStages; ++i) {
-            BulkEngine::begin(&stages->filled[i]);
-            BulkEngine::begin(&stages->sums.filled[i]);
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&stages->filled[i])) : "memory");
         }
         stages->fetched = stages->stored = 0;
-        stages->sums.fetched = stages->sums.summed = 0;
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncwarp();

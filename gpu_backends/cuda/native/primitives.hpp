@@ -27,7 +27,6 @@
 
 #include "async_copy.hpp"
 #include "bulk_copy.hpp"
-#include "bulk_sums.hpp"
 #include "staging.hpp"
 #include "vector_copy.hpp"
 
@@ -271,21 +270,7 @@ UCCL_EP_DEVICE void copy_bits(To &to, const From &from) {
 #include "vector_run.hpp"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-namespace uccl_ep::device {
-
-// ---- sums whose rows are fetched ahead (core/kernels/sums.hpp says what is asked of it) ----
-#define UCCL_EP_DEVICE_SUM_AHEAD ::uccl_ep::device::sum_ahead
-template <class Row, class WithType>
-UCCL_EP_DEVICE bool sum_ahead(uint8_t *out, uint32_t bytes, uint32_t num_terms, Row row, WithType with_type,
-                              bool finish) {
-    const auto sum = [&](uint8_t *to, const uint8_t *rows, uint32_t row_bytes, uint32_t terms) {
-        with_type([&](auto element) {
-            sum_pieces<decltype(element)>(reinterpret_cast<RunPiece *>(to), reinterpret_cast<const RunPiece *>(rows),
-                                          row_bytes / static_cast<uint32_t>(sizeof(RunPiece)), terms);
-        });
-    };
-    return detail::staged_sum(out, bytes, num_terms, row, sum, finish);
-}
-
-}  // namespace uccl_ep::device
+#include "sum_of_two.hpp"
+// How core/kernels/sums.hpp sums two rows of bfloat16.
+#define UCCL_EP_DEVICE_SUM_OF_TWO ::uccl_ep::device::sum_of_two
 #endif

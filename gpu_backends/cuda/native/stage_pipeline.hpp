@@ -17,27 +17,13 @@ struct StagedPiece {
     uint64_t bytes;
 };
 
-// A piece of each row of a sum: `terms` times `bytes` in one stage.
-struct StagedTerms {
-    uint64_t destination;  // of the sum's piece
-    uint32_t bytes, terms;
-};
-
-// The same stages as sums use them (sum_pipeline.hpp), while no copy does.
-struct alignas(128) WarpSums {
-    uint64_t filled[kStages];    // barriers of its own: copies count theirs
-    StagedTerms piece[kStages];  // what each stage holds, or will
-    uint32_t fetched, summed;    // pieces, ever
-};
-
-// Lane 0 of the warp alone works with the copies' part. The stages lie behind it.
+// Lane 0 of the warp alone works with it. The stages lie behind it.
 struct alignas(128) WarpStages {
     uint64_t filled[kStages];    // barriers, one phase a fetch
     StagedPiece piece[kStages];  // what each stage holds, or will
     uint32_t fetched, stored;    // pieces, ever; those between the two are on their way into a stage
-    WarpSums sums;
 };
-static_assert(sizeof(WarpStages) == 256, "stages behind it stay aligned");
+static_assert(sizeof(WarpStages) == 128, "stages behind it stay aligned");
 
 UCCL_EP_DEVICE uint8_t *stage_of(WarpStages *stages, uint32_t bytes_of_stage, uint32_t place) {
     return reinterpret_cast<uint8_t *>(stages + 1) + place * bytes_of_stage;
