@@ -176,7 +176,7 @@ UCCL_EP_DEVICE bool combine_reduce(const CombineParameters &p, Team team, uint32
     }
     team.sync();
     bool ok = true;
-    for (uint32_t first = range.begin; first < range.end && ok; first += most) {
+    for (uint32_t first = range.begin; first < range.end; first += most) {
         const uint32_t tokens = range.end - first < most ? range.end - first : most;
         for (uint32_t rank = team.index; rank < ranks; rank += team.size) {
             uint32_t next = progress.next[rank];
@@ -207,7 +207,7 @@ UCCL_EP_DEVICE bool combine_reduce(const CombineParameters &p, Team team, uint32
         for (uint32_t rank = team.index; rank < ranks; rank += team.size) {
             if (device::lane() != 0) continue;
             const uint32_t before = progress.next[rank], after = progress.after[rank];
-            progress.next[rank] = after;
+            progress.next[rank] = after;  // of this warp alone
             if (rank == group.rank || before == after) continue;
             const IncomingRows rows = IncomingRows::of(p, progress, rank, channel);
             if (rows.messages_emptied(before) == rows.messages_emptied(after)) continue;
@@ -215,7 +215,7 @@ UCCL_EP_DEVICE bool combine_reduce(const CombineParameters &p, Team team, uint32
             ok = ok && raise_signal(group, rank, rows.place.credit_signal, emptied, Phase::kCombine);
             *rows.place.counter = emptied;
         }
-        ok = team.all(ok);
+        device::sync_lanes();  // the others learn of a failure when they meet again
     }
     return ok;
 }

@@ -245,54 +245,56 @@ UCCL_EP_DEVICE bool direct_gather_picks(const LowLatencyDispatchParameters &p, c
     return true;
 }
 
-// Where the picks of token `token` of every source belong, and, once a launch, how many rows the experts of this block
-// get. A warp a question. The warps of `team`.
+// Where the picks of token `token` of every source belong, a warp a pick; and, of each source, how many ranks before this
+// one the token goes to. The warps of `team`.
 UCCL_EP_DEVICE void direct_find_places(const LowLatencyDispatchParameters &p, const DirectPlacing &placing, Team team,
-                                       uint32_t token, bool counts) {
+                                       uint32_t token) {
     const Group &group = p.group;
     const uint32_t ranks = group.num_ranks(), topk = p.shape.num_topk, local_experts = p.shape.num_experts / ranks;
     const int32_t first_expert = static_cast<int32_t>(group.rank * local_experts);
-    const uint32_t blocks = device::num_blocks(), block = device::block_index();
     const uint64_t rows_per_expert = uint64_t{ranks} * p.shape.max_tokens;
     const uint32_t of_token = topk + 1, questions = ranks * of_token;
-    const uint32_t experts = counts && local_experts > block ? (local_experts - block + blocks - 1) / blocks : 0;
-    // Those of whole experts take longest: they come first, and who has an early one of a round has a late one of the next.
-    for (uint32_t round = 0; round * team.size < experts + questions; ++round) {
-        const uint32_t item = round * team.size + (round % 2 == 0 ? team.index : team.size - 1 - team.index);
-        if (item >= experts + questions) continue;
-        if (item >= experts) {
-            const uint32_t question = item - experts, source = question % ranks, k = topk - question / ranks;
-            int32_t *out = p.picks + (uint64_t{source} * p.shape.max_tokens + token) * of_token;
-            if (token >= p.shape.max_tokens) {  // the block has none; it counts for its experts
-                if (k < topk && device::lane() == 0) placing.place[source * topk + k] = DirectPlacing::kNowhere;
-                continue;
-            }
-            const uint32_t before = (source * p.shape.max_tokens + token) * topk;
-            const int16_t *row = placing.picks + before;
-            if (k == topk) {
-                int32_t ranks_before = 0;
-                for_each_rank_of([&](uint32_t i) { return int32_t{row[i]}; }, topk, local_experts,
-                                 [&](uint32_t rank) { ranks_before += rank < group.rank ? 1 : 0; });
-                if (device::lane() == 0) out[topk] = ranks_before;
-                continue;
-            }
-            const int32_t local = row[k] - first_expert;
-            const bool here = local >= 0 && local < static_cast<int32_t>(local_experts);
-            const uint32_t place = here ? count_picks(placing.picks, 0, before + k, row[k]) : 0;
-            const bool fits = here && place < rows_per_expert;  // else the count of that expert is refused below
-            if (device::lane() == 0) {
-                placing.place[source * topk + k] =
-                    fits ? static_cast<uint64_t>(static_cast<uint32_t>(local)) << 32 | place : DirectPlacing::kNowhere;
-                out[k] = fits ? static_cast<int32_t>(static_cast<uint64_t>(local) * rows_per_expert + place) : -1;
-            }
+    for (uint32_t question = team.index; question < questions; question += team.size) {
+        const uint32_t source = question % ranks, k = topk - question / ranks;  // the longest first
+        if (token >= p.shape.max_tokens) {  // the block has none; it counts for its experts
+            if (k < topk && device::lane() == 0) placing.place[source * topk + k] = DirectPlacing::kNowhere;
             continue;
         }
-        const uint32_t expert = block + item * blocks;
-        const uint32_t of_source = p.shape.max_tokens * topk;
+        int32_t *out = p.picks + (uint64_t{source} * p.shape.max_tokens + token) * of_token;
+        const uint32_t before = (source * p.shape.max_tokens + token) * topk;
+        const int16_t *row = placing.picks + before;
+        if (k == topk) {
+            int32_t ranks_before = 0;
+            for_each_rank_of([&](uint32_t i) { return int32_t{row[i]}; }, topk, local_experts,
+                             [&](uint32_t rank) { ranks_before += rank < group.rank ? 1 : 0; });
+            if (device::lane() == 0) out[topk] = ranks_before;
+            continue;
+        }
+        const int32_t local = row[k] - first_expert;
+        const bool here = local >= 0 && local < static_cast<int32_t>(local_experts);
+        const uint32_t place = here ? count_picks(placing.picks, 0, before + k, row[k]) : 0;
+        const bool fits = here && place < rows_per_expert;  // else the count of that expert is refused
+        if (device::lane() == 0) {
+            placing.place[source * topk + k] =
+                fits ? static_cast<uint64_t>(static_cast<uint32_t>(local)) << 32 | place : DirectPlacing::kNowhere;
+            out[k] = fits ? static_cast<int32_t>(static_cast<uint64_t>(local) * rows_per_expert + place) : -1;
+        }
+    }
+}
+
+// How many rows the experts of this block get, a warp an expert, those first that have the least of a row to copy. No
+// row waits for it. The warps of `team`.
+UCCL_EP_DEVICE void direct_count_rows(const LowLatencyDispatchParameters &p, const DirectPlacing &placing, Team team) {
+    const Group &group = p.group;
+    const uint32_t ranks = group.num_ranks(), local_experts = p.shape.num_experts / ranks;
+    const uint32_t blocks = device::num_blocks(), of_source = p.shape.max_tokens * p.shape.num_topk;
+    for (uint32_t i = team.size - 1 - team.index;; i += team.size) {
+        const uint32_t expert = device::block_index() + i * blocks;
+        if (expert >= local_experts) return;
         uint32_t sum = 0;
         for (uint32_t source = 0; source < ranks; ++source) {
             const uint32_t rows = count_picks(placing.picks, source * of_source, (source + 1) * of_source,
-                                              static_cast<int16_t>(first_expert + static_cast<int32_t>(expert)));
+                                              static_cast<int16_t>(group.rank * local_experts + expert));
             if (device::lane() == 0 && p.layout_range != nullptr)
                 p.layout_range[expert * ranks + source] = static_cast<int64_t>(sum) << 32 | rows;
             if (device::lane() == 0 && rows > p.shape.max_tokens) {  // a token names it more than once
@@ -339,8 +341,9 @@ UCCL_EP_DEVICE void direct_expand_row(const LowLatencyDispatchParameters &p, con
                         piece, pieces);
 }
 
-// Wait for what block b of the other ranks has written, and check what they say of this call; a rank a lane, so that
-// looks are under way together. The whole warp. False on failure.
+// Wait for what block b of the other ranks has written; a rank a lane, so that looks are under way together. What a rank
+// says of its call is checked by one block, the last ones, which have the fewest tokens; if it differs, the others end
+// by that failure. The whole warp. False on failure.
 UCCL_EP_DEVICE bool direct_wait_sources(const LowLatencyDispatchParameters &p, uint64_t number) {
     const Group &group = p.group;
     bool ok = true;
@@ -349,8 +352,9 @@ UCCL_EP_DEVICE bool direct_wait_sources(const LowLatencyDispatchParameters &p, u
         const uint32_t source = (group.rank + i) % group.num_ranks(), block = device::block_index();
         const bool timed = p.wait_cost != nullptr && block == 0;
         const uint64_t start = timed ? device::now_ns() : 0;
-        ok = ok && direct_check_header(p, source, number) &&
-             direct_wait_rows<DirectDispatch>(group, source, block, number);
+        if ((i - 1) % device::num_blocks() == device::num_blocks() - 1 - block)
+            ok = ok && direct_check_header(p, source, number);
+        ok = ok && direct_wait_rows<DirectDispatch>(group, source, block, number);
         if (timed) p.wait_cost[source] += static_cast<int64_t>(device::now_ns() - start);
     }
     return device::ballot(!ok) == 0;
@@ -379,8 +383,9 @@ UCCL_EP_DEVICE void direct_dispatch_receive(const LowLatencyDispatchParameters &
                 ok = ok && direct_gather_picks(p, placing, workers, number);
                 ok = device::sync_warps_all(0, workers.size, ok);
             }
-            if (ok) direct_find_places(p, placing, workers, token, round == 0);
+            if (ok) direct_find_places(p, placing, workers, token);
             workers.sync();
+            if (ok && round == 0) direct_count_rows(p, placing, workers);
         }
         for (uint32_t others = 0; others < 2; ++others) {  // one loop: its instructions are fetched once
             if (others != 0) {

@@ -1,5 +1,5 @@
 // The sum of two rows of bfloat16, as a combine of two ranks has it (compute capability 9.0 and later): added by pairs,
-// three instructions for two elements where float32 takes eight and more, and three runs of elements ahead of the one
+// three instructions for two elements where float32 takes eight and more, and some runs of elements ahead of the one
 // that is added, so that the warp seldom waits for its loads.
 //
 // The bits are those of the definition, (0 + a) + b in float32, rounded to bfloat16. To round a sum of two such numbers
@@ -27,7 +27,7 @@ UCCL_EP_DEVICE uint32_t add_bfloat16_pairs(uint32_t a, uint32_t b) {
 
 // Sum whole runs of the elements; returns where the first that is not whole begins. The whole warp.
 UCCL_EP_DEVICE uint32_t sum_of_two(uint16_t *to, const uint16_t *a, const uint16_t *b, uint32_t elements) {
-    constexpr uint32_t kAhead = 3, kPieces = 2, kRunPieces = kPieces * kWarpSize, kPieceElements = 8;
+    constexpr uint32_t kAhead = 5, kPieces = 1, kRunPieces = kPieces * kWarpSize, kPieceElements = 8;
     const auto *first = reinterpret_cast<const RunPiece *>(a) + lane();
     const auto *second = reinterpret_cast<const RunPiece *>(b) + lane();
     auto *out = reinterpret_cast<RunPiece *>(to) + lane();
