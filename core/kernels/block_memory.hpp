@@ -115,7 +115,8 @@ struct CombineProgress {
     // Tokens of one round: equally many for all warps, and 24 at least (8 for a lone one), since a round costs a team some
     // waits and meetings, 7 us on an H200, whatever it holds; and no more than whose rows the slots can hold.
     UCCL_EP_DEVICE static constexpr uint32_t tokens(uint32_t warps, uint32_t ranks, uint32_t slots, uint32_t capacity) {
-        const uint32_t least = warps == 1 ? 8 : 24, wanted = (warps + least - 1) / warps * warps, held = (slots - 1) * capacity + 1;
+        const uint32_t least = warps == 1 ? 8 : 24, wanted = (warps + least - 1) / warps * warps,
+                       held = (slots - 1) * capacity + 1;
         const uint32_t fit = ranks < 2048 ? 2048 / ranks : 1;
         const uint32_t few = wanted < held ? wanted : held;
         return few < fit ? few : fit;

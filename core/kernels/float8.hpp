@@ -103,8 +103,7 @@ class GroupCasts {
                 pack = *reinterpret_cast<const Pack<Storage, kMine> *>(row + begin);
             } else {
                 UCCL_EP_UNROLL
-                for (uint32_t j = 0; j < kMine; ++j)
-                    pack.value[j] = begin + j < hidden_ ? row[begin + j] : Storage{0};
+                for (uint32_t j = 0; j < kMine; ++j) pack.value[j] = begin + j < hidden_ ? row[begin + j] : Storage{0};
             }
             device::copy_bits(loaded_[i], pack);
         });

@@ -110,7 +110,8 @@ struct DirectCounts {
 
     UCCL_EP_DEVICE static DirectCounts of(const Group &group) {
         const uint32_t block = device::block_index();
-        return {*Counters::direct(group, Operation::kSent, block), *Counters::direct(group, Operation::kReceived, block),
+        return {*Counters::direct(group, Operation::kSent, block),
+                *Counters::direct(group, Operation::kReceived, block),
                 *Counters::at(group, SingleCounter::kAborted) != 0};
     }
 };
@@ -151,8 +152,7 @@ UCCL_EP_DEVICE bool direct_wait_room(const Group &group, const DirectCounts<Oper
     }
     device::sync_lanes();  // what each lane has seen is there for all: a ballot orders no memory
     if (counts.failed) return false;
-    return device::ballot(!there) == 0 ||
-           direct_wait_long_for_room<Operation>(group, counts.received, expected);
+    return device::ballot(!there) == 0 || direct_wait_long_for_room<Operation>(group, counts.received, expected);
 }
 
 // The warp of a block that meets the other ranks: it tells them what was written, and sees what they have. The last one,

@@ -31,12 +31,11 @@ UCCL_EP_DEVICE_SELDOM uint64_t direct_wait_weight(const Group &group, uint32_t s
 // `has_room()`. False on failure. The whole warp.
 template <class HasRoom>
 UCCL_EP_DEVICE bool direct_sum_rows(const LowLatencyCombineParameters &p, uint32_t source, uint32_t token,
-                                    uint32_t begin, uint32_t end, const DirectCombineCounts &counts,
-                                    WeightedRow *terms, HasRoom has_room) {
+                                    uint32_t begin, uint32_t end, uint64_t number, WeightedRow *terms,
+                                    HasRoom has_room) {
     const Group &group = p.group;
     const LowLatencyShape &shape = p.shape;
     const uint32_t topk = shape.num_topk;
-    const uint64_t number = counts.sent + 1;
     const DirectCombineInbox at = DirectCombineInbox::of(shape, group.num_ranks());
     const int32_t *picks = p.picks + (uint64_t{source} * shape.max_tokens + token) * (topk + 1);
     const auto place = static_cast<uint32_t>(picks[topk]);
@@ -47,7 +46,7 @@ UCCL_EP_DEVICE bool direct_sum_rows(const LowLatencyCombineParameters &p, uint32
         for (uint32_t base = 0; base < topk; base += device::kWarpSize) {
             const uint32_t k = base + device::lane();
             const int32_t row = k < topk ? picks[k] : -1;
-            const bool made = row >= 0 && !counts.failed;  // where the dispatch failed, `picks` may name any rows
+            const bool made = row >= 0;
             const device::LaneMask here = device::ballot(made);
             if (made) keep(&terms[num_terms + device::population_count(here & device::lanes_below())], k, row);
             num_terms += device::population_count(here);
@@ -99,7 +98,7 @@ UCCL_EP_DEVICE bool direct_sum_rows(const LowLatencyCombineParameters &p, uint32
 // Sum what was made here of sources [first, first + count), counted from this rank, in tokens of this block.
 template <class HasRoom>
 UCCL_EP_DEVICE void direct_sum_sources(const LowLatencyCombineParameters &p, uint32_t first, uint32_t count,
-                                       const DirectCombineCounts &counts, WeightedRow *terms, HasRoom has_room) {
+                                       uint64_t number, WeightedRow *terms, HasRoom has_room) {
     const uint32_t ranks = p.group.num_ranks(), blocks = device::num_blocks(), block = device::block_index();
     uint32_t elements;
     const uint32_t pieces = sum_pieces(p.shape, &elements);
@@ -107,7 +106,7 @@ UCCL_EP_DEVICE void direct_sum_sources(const LowLatencyCombineParameters &p, uin
         for (uint32_t item = device::warp_in_block(); item < count * pieces; item += device::warps_per_block()) {
             const uint32_t source = (p.group.rank + first + item / pieces) % ranks, begin = item % pieces * elements;
             if (!direct_sum_rows(p, source, token, begin,
-                                 p.shape.hidden - begin < elements ? p.shape.hidden : begin + elements, counts, terms,
+                                 p.shape.hidden - begin < elements ? p.shape.hidden : begin + elements, number, terms,
                                  has_room))
                 return;
         }
@@ -135,11 +134,13 @@ UCCL_EP_DEVICE void direct_combine_send(const LowLatencyCombineParameters &p, co
     auto *terms = reinterpret_cast<WeightedRow *>(device::shared_memory()) + warp * topk;
     // The others' tokens first; this rank's own while those sums travel, and while the herald waits for its fence.
     for (uint32_t own = 0; own < 2; ++own) {
-        direct_sum_sources(p, own == 0 ? 1 : 0, own == 0 ? ranks - 1 : 1, counts, terms, has_room);
+        if (!counts.failed)  // where the dispatch did, `picks` may name any rows
+            direct_sum_sources(p, own == 0 ? 1 : 0, own == 0 ? ranks - 1 : 1, counts.sent + 1, terms, has_room);
         if (own == 0) direct_raise(group, counts);
     }
     // By who has waited for the other warps: all of them have read the count.
-    if (is_herald() && device::lane() == 0) *Counters::direct(group, DirectCombine::kSent, device::block_index()) = number;
+    if (is_herald() && device::lane() == 0)
+        *Counters::direct(group, DirectCombine::kSent, device::block_index()) = number;
 }
 
 // The receive half. The whole grid. A warp adds the pieces that it summed of its rank's own rows, so it meets no other

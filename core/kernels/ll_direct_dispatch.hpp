@@ -191,9 +191,9 @@ UCCL_EP_DEVICE void direct_own_picks(const LowLatencyDispatchParameters &p, uint
         UCCL_EP_UNROLL
         for (uint32_t i = 0; i < kAtOnce; ++i) {
             const bool there = base + i < topk && token < p.num_tokens;
-            loaded[i] = there ? static_cast<int16_t>(
-                                    load_index(p.topk_idx, p.index_bytes, uint64_t{token} * topk + base + i))
-                              : int16_t{-1};
+            loaded[i] =
+                there ? static_cast<int16_t>(load_index(p.topk_idx, p.index_bytes, uint64_t{token} * topk + base + i))
+                      : int16_t{-1};
         }
         UCCL_EP_UNROLL
         for (uint32_t i = 0; i < kAtOnce; ++i) {
@@ -394,8 +394,8 @@ UCCL_EP_DEVICE void direct_dispatch_receive(const LowLatencyDispatchParameters &
             }
             const uint32_t items = others != 0 ? (ranks - 1) * units : works && ok ? units : 0;
             for (uint32_t item = warp; item < items; item += others != 0 ? warps : workers.size) {
-                direct_expand_row(p, placing, (group.rank + others + item / units) % ranks, token, number,
-                                  item % units, pieces);
+                direct_expand_row(p, placing, (group.rank + others + item / units) % ranks, token, number, item % units,
+                                  pieces);
             }
         }
         if (token + device::num_blocks() < shape.max_tokens) device::sync_block();  // places have been read

@@ -30,8 +30,8 @@ struct PicksWord {
     UCCL_EP_DEVICE static uint64_t of(uint64_t number, uint32_t first, uint32_t topk, Pick pick) {
         uint64_t bits[kPicks];
         UCCL_EP_UNROLL  // the loads together, so none of them behind a condition
-        for (uint32_t i = 0; i < kPicks; ++i)
-            bits[i] = static_cast<uint16_t>(pick(first + i < topk ? first + i : topk - 1));
+            for (uint32_t i = 0; i < kPicks; ++i) bits[i] =
+                static_cast<uint16_t>(pick(first + i < topk ? first + i : topk - 1));
         uint64_t word = number & 0xffff;
         UCCL_EP_UNROLL
         for (uint32_t i = 0; i < kPicks; ++i) word |= (first + i < topk ? bits[i] : 0xffff) << (16 * (i + 1));

@@ -46,7 +46,11 @@ UCCL_EP_DEVICE void weigh_rows(uint8_t *sums, uint32_t begin, uint32_t end, uint
                                Weight weight) {
     using Storage = typename Element::Storage;
     using Accumulator = typename Element::Accumulator;
+#ifdef UCCL_EP_DEVICE_ROWS_AT_ONCE
+    constexpr uint32_t kAtOnce = UCCL_EP_DEVICE_ROWS_AT_ONCE;
+#else
     constexpr uint32_t kAtOnce = 3;
+#endif
     auto *to = reinterpret_cast<Accumulator *>(sums);
     const auto row = [&](uint32_t j) { return reinterpret_cast<const Storage *>(term(j)); };
     const auto factor = [&](uint32_t j) { return static_cast<Accumulator>(weight(j)); };

@@ -128,8 +128,9 @@ UCCL_EP_DEVICE void sum_token(uint32_t payload_type, uint8_t *out, uint32_t elem
     uint32_t begin = 0;
 #ifdef UCCL_EP_DEVICE_SUM_OF_TWO
     if (num_terms == 2 && payload_type == static_cast<uint32_t>(PayloadType::kBfloat16)) {
-        begin = UCCL_EP_DEVICE_SUM_OF_TWO(reinterpret_cast<uint16_t *>(out), reinterpret_cast<const uint16_t *>(term(0)),
-                                          reinterpret_cast<const uint16_t *>(term(1)), elements);
+        begin =
+            UCCL_EP_DEVICE_SUM_OF_TWO(reinterpret_cast<uint16_t *>(out), reinterpret_cast<const uint16_t *>(term(0)),
+                                      reinterpret_cast<const uint16_t *>(term(1)), elements);
         if (begin == elements) return;
     }
 #endif

@@ -93,6 +93,7 @@ class VectorRun {
             for (uint32_t i = 0; i < kElements; ++i) to[place(i)] = values[i];
         }
     }
+
   private:
     UCCL_EP_DEVICE static void convert(Accumulator (&values)[kElements], const Loaded &loaded) {
         if constexpr (Element::kIsBfloat16) {

@@ -30,6 +30,11 @@
 #include "staging.hpp"
 #include "vector_copy.hpp"
 
+// Rows on their way at once in core/kernels/partial_sums.hpp: the code of 10.x needs the registers of a third.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+#define UCCL_EP_DEVICE_ROWS_AT_ONCE 2
+#endif
+
 // How core/kernels/sums.hpp sums.
 #define UCCL_EP_DEVICE_RUN ::uccl_ep::device::LongRun
 #define UCCL_EP_DEVICE_MIDDLE_RUN ::uccl_ep::device::MiddleRun

@@ -128,8 +128,7 @@ template <class Combine>
 UCCL_EP_DEVICE uint32_t reduce(uint32_t value, Combine combine) {
     for (uint32_t distance = kWarpSize / 2; distance != 0; distance /= 2) {
         const int from = static_cast<int>((lane() ^ distance) * 4);
-        value =
-            combine(value, static_cast<uint32_t>(__builtin_amdgcn_ds_bpermute(from, static_cast<int>(value))));
+        value = combine(value, static_cast<uint32_t>(__builtin_amdgcn_ds_bpermute(from, static_cast<int>(value))));
     }
     return value;
 }
