@@ -230,9 +230,11 @@ def late(ctx: Context, who: int) -> None:
     buffer.destroy()
 
 
-@pytest.mark.parametrize("domain", [0, 1])
-def test_late_rank_is_left_out(pool: RankPool, domain: int) -> None:
-    pool.run(late, ranks=3, domain=domain, options={"UCCL_EP_TIMEOUT_S": "3"}, arguments={"who": 1})
+@pytest.mark.parametrize(("domain", "threads"), [(0, "1"), (1, "3")])
+def test_late_rank_is_left_out(pool: RankPool, domain: int, threads: str) -> None:
+    """With several blocks and a transport, those that wait for the block that waits are not out of time before it."""
+    options = {"UCCL_EP_TIMEOUT_S": "3", "UCCL_EP_HOST_THREADS": threads, "UCCL_EP_NUM_PROXIES": threads}
+    pool.run(late, ranks=3, domain=domain, options=options, arguments={"who": 1})
 
 
 def masks(ctx: Context) -> None:

@@ -98,7 +98,7 @@ class WaitLimit {
                  elapsed);
             return false;
         }
-        if (gone || elapsed > group_.timeout_ns) {
+        if (gone || elapsed > limit_ns()) {
             if (!awaited_.can_leave_out) fail(group_, gone ? Reason::kDead : Reason::kTimeout, awaited_, seen, elapsed);
             return false;
         }
@@ -112,6 +112,11 @@ class WaitLimit {
     }
 
   private:
+    // Other blocks of this launch are late by their own waits, which have limits: one for each rank and half, in turn,
+    // and where ranks can be left out such a wait ends well when its time is up.
+    UCCL_EP_DEVICE uint64_t limit_ns() const {
+        return awaited_.phase == Phase::kNone ? group_.timeout_ns * (2 * group_.num_ranks() + 1) : group_.timeout_ns;
+    }
     UCCL_EP_DEVICE void announce(uint64_t waiting_for) {
         device::store_relaxed_system(&control_header(group_)->waiting_for, waiting_for);
     }
