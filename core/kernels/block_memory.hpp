@@ -90,7 +90,7 @@ struct DirectPlacing {
 struct WeightedRow {
     const uint8_t *row;
     float weight;
-    uint32_t reserved;
+    uint32_t pick;     // its k
 
     UCCL_EP_DEVICE static uint64_t bytes(uint64_t warps, uint64_t topk) { return warps * topk * sizeof(WeightedRow); }
 };

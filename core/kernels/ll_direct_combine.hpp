@@ -40,23 +40,19 @@ UCCL_EP_DEVICE bool direct_sum_rows(const LowLatencyCombineParameters &p, uint32
     const int32_t *picks = p.picks + (uint64_t{source} * shape.max_tokens + token) * (topk + 1);
     const auto place = static_cast<uint32_t>(picks[topk]);
     uint8_t *window = group.peer_data[source];  // now: a sum that is ready should not wait for it
-    // Calls `keep(term, k)` where pick k was made here. The whole warp, as a lane each.
-    const auto for_each_term = [&](auto keep) {
-        uint32_t num_terms = 0;
-        for (uint32_t base = 0; base < topk; base += device::kWarpSize) {
-            const uint32_t k = base + device::lane();
-            const int32_t row = k < topk ? picks[k] : -1;
-            const bool made = row >= 0;
-            const device::LaneMask here = device::ballot(made);
-            if (made) keep(&terms[num_terms + device::population_count(here & device::lanes_below())], k, row);
-            num_terms += device::population_count(here);
-        }
-        return num_terms;
-    };
     device::sync_lanes();  // the list of the token before has been read
-    const uint32_t num_terms = for_each_term([&](WeightedRow *term, uint32_t, int32_t row) {
-        term->row = p.x + static_cast<uint64_t>(row) * shape.row_bytes;
-    });
+    uint32_t num_terms = 0;
+    for (uint32_t base = 0; base < topk; base += device::kWarpSize) {
+        const uint32_t k = base + device::lane();
+        const int32_t row = k < topk ? picks[k] : -1;
+        const device::LaneMask here = device::ballot(row >= 0);  // those whose row was made on this rank
+        if (row >= 0) {
+            WeightedRow &term = terms[num_terms + device::population_count(here & device::lanes_below())];
+            term.row = p.x + static_cast<uint64_t>(row) * shape.row_bytes;
+            term.pick = k;
+        }
+        num_terms += device::population_count(here);
+    }
     device::sync_lanes();
     if (num_terms == 0) return true;
     bool asked = false, ok = true;
@@ -74,14 +70,15 @@ UCCL_EP_DEVICE bool direct_sum_rows(const LowLatencyCombineParameters &p, uint32
         const auto look = [&](uint32_t k) {
             return own ? WeightWord::of(number, p.topk_weights[first + k]) : device::load_relaxed_system(word_of(k));
         };
-        const uint64_t looked = device::lane() < topk ? look(device::lane()) : 0;
+        const uint64_t looked = device::lane() < num_terms ? look(terms[device::lane()].pick) : 0;
         if (!has_room()) return ok = false;
-        for_each_term([&](WeightedRow *term, uint32_t k, int32_t) {
-            uint64_t word = k == device::lane() ? looked : look(k);
+        for (uint32_t j = device::lane(); j < num_terms; j += device::kWarpSize) {
+            const uint32_t k = terms[j].pick;
+            uint64_t word = j == device::lane() ? looked : look(k);
             if (!WeightWord::is_of(word, number)) word = direct_wait_weight(group, source, number, word_of(k));
-            term->weight = WeightWord::weight(word);
+            terms[j].weight = WeightWord::weight(word);
             ok = WeightWord::is_of(word, number) && ok;
-        });
+        }
         ok = device::ballot(!ok) == 0;
         device::sync_lanes();
         return ok;
