@@ -1,7 +1,8 @@
-"""e4m3 in the encoding of gfx942's matrix instructions: the same numbers, and carried between ranks."""
+"""e4m3: what a cast makes of no numbers; and the encoding of gfx942's matrix instructions, carried between ranks."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -52,6 +53,58 @@ def test_other_dtypes_are_refused() -> None:
         to_fnuz(torch.zeros(2), torch.zeros(2))
     with pytest.raises(ArgumentError, match="float32, or int32"):
         to_fnuz(torch.zeros(2, dtype=torch.uint8).view(torch.float8_e4m3fn), torch.zeros(2, dtype=torch.float64))
+
+
+def cast_of_no_numbers(ctx: Context) -> None:
+    """NaN and infinities in the first, last and middle element, beside zeros and the largest numbers."""
+    buffer, n, most = ctx.new_buffer(), ctx.num_ranks, 10
+    ids = [torch.arange(most)[:, None] % (2 * n)] * n
+    special = ((0, -1, torch.nan), (1, 0, -torch.nan), (2, -1, torch.inf), (3, 0, -torch.inf))
+    for dtype, hidden, cast in itertools.product(
+        (torch.bfloat16, torch.float16, torch.float32), (1, 130, 640), ("fp8", "round", "ue8m0")
+    ):
+        xs = [closed_form.rows(most, hidden, rank=rank, seed=4, dtype=dtype) for rank in range(n)]
+        for x in xs:
+            for number, place, value in special:
+                x[number, place] = value
+            x[4, hidden // 2], x[4, 0] = torch.inf, torch.nan  # NaN is above infinity
+            x[5], x[6], x[7, -1] = 0.0, -0.0, torch.finfo(dtype).max / 2  # q * scale may be above
+            x[8] = torch.finfo(dtype).tiny
+        casts = {"use_fp8": True, "round_scale": cast != "fp8", "use_ue8m0": cast == "ue8m0"}
+        (got, scales), _, _, _, hook = buffer.low_latency_dispatch(
+            xs[ctx.rank], ids[ctx.rank], most, 2 * n, return_recv_hook=True, **casts
+        )
+        hook()
+        want = reference.ll_dispatch(ctx.rank, xs, ids, most, 2 * n, **casts)
+        assert want.scales is not None
+        used = want.source_rank >= 0
+        what = f"{dtype} x {hidden}, {cast}: "
+        pairs = [("is NaN", got[used].float().isnan(), want.x[used].float().isnan())]
+        pairs += [("numbers", got[used].float().nan_to_num(nan=1e9), want.x[used].float().nan_to_num(nan=1e9))]
+        if cast == "ue8m0":
+            pairs += [("scales", scales[used], want.scales[used])]
+        else:
+            pairs += [("scale is NaN", scales[used].isnan(), want.scales[used].isnan())]
+            pairs += [("scales", scales[used].nan_to_num(nan=-1.0), want.scales[used].nan_to_num(nan=-1.0))]
+        for name, mine, theirs in pairs:
+            check_equal(what + name, mine, theirs)
+        # What a receiver makes of it: a group with a NaN or an infinity is NaN throughout.
+        values = reference.dequantize_fp8(got[used], scales[used])
+        first_group = values[:, : reference.FP8_GROUP]
+        last_group = values[:, (hidden - 1) // reference.FP8_GROUP * reference.FP8_GROUP :]
+        token = want.source_index[used]
+        for number, place, _ in special:
+            assert (last_group if place else first_group)[token == number].isnan().all(), what + str(number)
+        assert values[token > 4].isfinite().all(), what
+    ctx.barrier()
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("path", ["direct", "packed"])
+@pytest.mark.parametrize("lanes", ["1", "32"])
+def test_a_cast_of_no_number_is_nan(pool: RankPool, lanes: str, path: str) -> None:
+    options = {"UCCL_EP_HOST_LANES": lanes, "UCCL_EP_LOW_LATENCY_PATH": path}
+    pool.run(cast_of_no_numbers, ranks=2, options=options)
 
 
 def carried(ctx: Context, tokens: list[int]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import struct
+import threading
 import time
 from typing import Any
 
@@ -194,6 +195,46 @@ def test_no_word_is_old(pool: RankPool, request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--lanes") not in (None, 1):
         pytest.skip("16,386 operations, which take blocks of many lanes minutes; lone lanes send the same words")
     pool.run(no_word_is_old, ranks=2, options=DIRECTLY, timeout_s=120)
+
+
+SINGLES, ABORTED = 15, 8  # of core/kernels/counters.hpp
+
+
+def failures_between_lanes(ctx: Context, combines: int) -> None:
+    """The word that says that a kernel failed changes all the time: lanes that see different ones still meet."""
+    buffer = ctx.new_buffer()
+    communicator, most, hidden = buffer._communicator, 8, 256
+    stride = max(16, communicator.layout.num_ranks * communicator.layout.num_channels)
+    failed = ctypes.c_uint64.from_address(communicator._counters.device_pointer + 8 * (SINGLES * stride + ABORTED))
+    x, y = torch.ones(most, hidden, dtype=torch.bfloat16), torch.ones(4, most, hidden, dtype=torch.bfloat16)
+    ids, weights = torch.arange(2 * most).view(most, 2) % 4, torch.ones(most, 2)
+    out = torch.full_like(x, 7)
+
+    def change(over: threading.Event) -> None:
+        while not over.is_set():
+            failed.value = 1
+            failed.value = 0
+
+    for i in range(combines + 2):
+        handle = buffer.low_latency_dispatch(x, ids, most, 4)[2]
+        over = threading.Event()
+        changes = threading.Thread(target=change, args=(over,))
+        if i < combines:
+            changes.start()
+        failed.value = int(i == combines)
+        buffer.low_latency_combine(y, ids, weights, handle, out=out.fill_(7))
+        over.set()
+        if i < combines:
+            changes.join()
+        else:  # it is that word
+            check_equal("out", out, torch.full_like(out, 7 if failed.value else 2))
+        failed.value = 0
+    buffer.destroy()
+
+
+def test_lanes_go_the_same_way_when_a_kernel_fails(pool: RankPool) -> None:
+    options = {**DIRECTLY, "UCCL_EP_HOST_LANES": "32", "UCCL_EP_TIMEOUT_S": "3"}
+    pool.run(failures_between_lanes, ranks=1, options=options, arguments={"combines": 5}, timeout_s=40)
 
 
 def launch_counts(ctx: Context) -> dict[str, int]:

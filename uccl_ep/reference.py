@@ -186,6 +186,10 @@ def quantize_fp8(x: Tensor, *, round_scale: bool = False, use_ue8m0: bool = Fals
     amax = max(abs(x)) of the group, at least 1e-4. The scale is amax / 448, and q = x * (448 / amax) in float32,
     rounded to e4m3. ``round_scale`` takes the next power of two not below, and ``use_ue8m0`` stores its biased
     exponent alone, four groups to an int32, the first group in the lowest byte.
+
+    A group with a NaN is NaN altogether, and so is its scale. One with an infinity has an infinite scale, under which
+    all of it is NaN, as infinity times 0. No power of two is either: there both have an infinite scale (255 as a
+    biased exponent, which is NaN in OCP's E8M0), and q is NaN.
     """
     rows, hidden = x.shape
     groups = -(-hidden // FP8_GROUP)
@@ -201,6 +205,8 @@ def quantize_fp8(x: Tensor, *, round_scale: bool = False, use_ue8m0: bool = Fals
         exponent = exponent - (mantissa == 0.5).int()
         scale = torch.ldexp(torch.ones_like(scale), exponent)
         inverse = torch.ldexp(torch.ones_like(scale), -exponent)
+        no_number = ~amax.isfinite()  # has no exponent either
+        scale[no_number], inverse[no_number] = torch.inf, torch.nan
     q = (wide * inverse[:, :, None]).to(torch.float8_e4m3fn).view(rows, groups * FP8_GROUP)[:, :hidden].contiguous()
     return q, pack_ue8m0(scale) if use_ue8m0 else scale
 

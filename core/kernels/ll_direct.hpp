@@ -151,8 +151,9 @@ UCCL_EP_DEVICE bool direct_wait_room(const Group &group, const DirectCounts<Oper
         there = device::load_acquire_system(word) >= expected && there;
     }
     device::sync_lanes();  // what each lane has seen is there for all: a ballot orders no memory
-    if (counts.failed) return false;
-    return device::ballot(!there) == 0 || direct_wait_long_for_room<Operation>(group, counts.received, expected);
+    // Another block may fail between the loads of two lanes, which must go the same way.
+    if (device::ballot(!there || counts.failed) == 0) return true;
+    return device::ballot(counts.failed) == 0 && direct_wait_long_for_room<Operation>(group, counts.received, expected);
 }
 
 // The warp of a block that meets the other ranks: it tells them what was written, and sees what they have. The last one,

@@ -131,7 +131,8 @@ UCCL_EP_DEVICE void direct_combine_send(const LowLatencyCombineParameters &p, co
     auto *terms = reinterpret_cast<WeightedRow *>(device::shared_memory()) + warp * topk;
     // The others' tokens first; this rank's own while those sums travel, and while the herald waits for its fence.
     for (uint32_t own = 0; own < 2; ++own) {
-        if (!counts.failed)  // where the dispatch did, `picks` may name any rows
+        // Where the dispatch failed, `picks` may name any rows. The whole warp goes the same way.
+        if (device::ballot(counts.failed) == 0)
             direct_sum_sources(p, own == 0 ? 1 : 0, own == 0 ? ranks - 1 : 1, counts.sent + 1, terms, has_room);
         if (own == 0) direct_raise(group, counts);
     }
