@@ -22,7 +22,7 @@ MAX_THREADS_PER_BLOCK = 512
 """As in native/primitives.hpp."""
 
 STATIC_SHARED_BYTES = 2048
-"""Most shared memory that a kernel has of its own; what a launch asks for comes on top (resources.json has each). In the
+"""Most shared memory that a kernel has of its own; what a launch asks for comes on top (resources.json has each). In
 low-latency dispatch the compiler keeps four bytes of each thread there."""
 
 _OBJECTS = Path(__file__).with_name("objects")
