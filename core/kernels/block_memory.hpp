@@ -103,8 +103,8 @@ struct CombineTerm {
     uint32_t reserved;
 };
 
-// What the reducing team keeps; a block has only one such, as it works for one channel. Rows that come home from a rank are numbered in the order of its tokens; every message
-// but the last is full, so a row's number says where it lies.
+// What the reducing team keeps; a block has only one such, as it works for one channel. Rows that come home from a rank
+// are numbered in the order of its tokens; every message but the last is full, so a row's number says where it lies.
 struct CombineProgress {
     uint64_t *received;  // [ranks] messages received in earlier operations
     CombineTerm *terms;  // [warps][ranks + 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -95,3 +96,11 @@ class EventClock:
 
 
 Clock = WallClock | EventClock
+
+
+def clock_of(device: str, group: Any, rank: int, num_ranks: int) -> Clock:
+    """The clock of a rank of a benchmark on "cpu" or "cuda"; a GPU's rank also gets CPU threads for the reference."""
+    if device != "cuda":
+        return WallClock(group)
+    torch.set_num_threads(max(4, len(os.sched_getaffinity(0)) // num_ranks))
+    return EventClock(group, rank % torch.cuda.device_count())

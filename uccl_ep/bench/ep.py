@@ -168,6 +168,18 @@ def run(
     return found
 
 
+def device_of(parser: argparse.ArgumentParser, asked: str) -> str:
+    """The device that ``--device`` means, "cpu" or "cuda"; a usage error where torch sees no GPU that was asked for."""
+    if asked == "cpu":
+        return asked
+    import torch
+
+    available = torch.cuda.is_available()
+    if asked == "cuda" and not available:
+        parser.error("--device cuda: torch sees no GPU here; --device cpu runs on any machine")
+    return "cuda" if available else "cpu"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = argparse.ArgumentParser(description=plain(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -188,14 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--skewed", action="store_true", help="every fourth token picks the same expert")
     add_output_options(parser, "times")
     given = parser.parse_args(arguments)
-    device = given.device
-    if device != "cpu":
-        import torch
-
-        available = torch.cuda.is_available()
-        if device == "cuda" and not available:
-            parser.error("--device cuda: torch sees no GPU here; --device cpu runs on any machine")
-        device = "cuda" if available else "cpu"
+    device = device_of(parser, given.device)
     from uccl_ep.tensors import check_experts
 
     changes = {n: getattr(given, n) for n in ("tokens", "hidden", "topk", "experts") if getattr(given, n) is not None}

@@ -9,7 +9,6 @@ record. Every byte of ours is compared with the reference before the timed run a
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 import time
@@ -22,7 +21,7 @@ import torch.distributed as dist
 
 from uccl_ep import Buffer
 
-from .clocks import TIMED_CALLS, Call, Clock, EventClock, WallClock
+from .clocks import TIMED_CALLS, Call, EventClock, clock_of
 from .gpu_systems import RIVALS, ExpertParallel, Factory, Meeting, Opener, Run, System
 from .records import Record, machine
 from .spawn import LeaveOut, run_ranks
@@ -53,10 +52,7 @@ def measure(
 ) -> list[tuple[Times, Notes]]:
     """One rank's part: for each case the slowest rank of every iteration, and which systems were left out."""
     group = dist.group.WORLD
-    clock: Clock = WallClock(group)
-    if device == "cuda":
-        torch.set_num_threads(max(4, len(os.sched_getaffinity(0)) // num_ranks))  # for the reference
-        clock = EventClock(group, rank % torch.cuda.device_count())
+    clock = clock_of(device, group, rank, num_ranks)
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     run = Run(cases, num_ranks, group, clock.device, gpus, clock.synchronize)
     meeting = Meeting(place, rank, num_ranks, patience_s)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 from uccl_ep_core.argument_types import at_least
 
 from ..plain_text import plain
-from .ep import GPU_HIGH_THROUGHPUT, GPU_LOW_LATENCY
+from .ep import GPU_HIGH_THROUGHPUT, GPU_LOW_LATENCY, device_of
 from .records import Record, add_output_options, machine, put_out
 from .spawn import run_ranks
 from .workload import Case
@@ -88,16 +87,13 @@ def measure(
 
     from uccl_ep import Buffer
 
-    from .clocks import TIMED_CALLS, EventClock, WallClock
+    from .clocks import TIMED_CALLS, clock_of
     from .gpu_systems import ExpertParallel, Run
     from .raw_transport import Cut, RawTransport
     from .workload import Data
 
     group = dist.group.WORLD
-    clock: Any = WallClock(group)
-    if device == "cuda":
-        torch.set_num_threads(max(4, len(os.sched_getaffinity(0)) // num_ranks))  # for the reference
-        clock = EventClock(group, rank % torch.cuda.device_count())
+    clock: Any = clock_of(device, group, rank, num_ranks)
     run_facts = Run(cases, num_ranks, group, clock.device, 0, clock.synchronize)
     low_latency_bytes = max(case.low_latency_bytes(num_ranks) for case in cases)
     buffer = Buffer(group, num_rdma_bytes=low_latency_bytes, low_latency_mode=low_latency_bytes > 0,
@@ -261,14 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=at_least(1), help=f"{what} (default: the mode's)")
     add_output_options(parser, "times")
     given = parser.parse_args(arguments)
-    device = given.device
-    if device != "cpu":
-        import torch
-
-        available = torch.cuda.is_available()
-        if device == "cuda" and not available:
-            parser.error("--device cuda: torch sees no GPU here; --device cpu runs on any machine")
-        device = "cuda" if available else "cpu"
+    device = device_of(parser, given.device)
     modes = {"low-latency": GPU_LOW_LATENCY, "high-throughput": GPU_HIGH_THROUGHPUT}
     changes = {n: getattr(given, n) for n in ("tokens", "hidden") if getattr(given, n) is not None}
     if "tokens" in changes:
