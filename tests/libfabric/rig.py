@@ -48,11 +48,11 @@ class Rank:
         window = self.windows[region]
         return memoryview((ctypes.c_ubyte * window.nbytes).from_address(window.pointer)).cast("B")
 
-    def meet(self, value: Any = None) -> list[Any]:
-        """Every rank's value, once all are here; polls meanwhile, as a proxy would."""
+    def meet(self, value: Any = None, polling: bool = True) -> list[Any]:
+        """Every rank's value, once all are here; polls meanwhile, as a proxy would, unless told not to."""
         self.connection.send(("meet", value))
         while not self.connection.poll(0.0005):
-            if hasattr(self, "driver"):
+            if polling and hasattr(self, "driver"):
                 self.driver.progress()
         return list(self.connection.recv())
 

@@ -98,6 +98,82 @@ def test_a_rail_lost_in_the_middle_costs_nothing_but_speed(variant: Variant, bre
         assert results[0]["failed"] == 0
 
 
+def write_into_a_rail_given_up(rank: Rank, nbytes: int) -> dict[str, int]:
+    """Writes after the other has given up its side of the rail, and before this rank has heard of it."""
+    rank.meet()
+    rank.meet(polling=False)
+    rank.driver.post(0, [rank.write(1, OUTBOX, 8 * number, nbytes, number) for number in range(SIGNALS)])
+    rank.driver.wait_all(20.0)
+    rank.meet()
+    return rank.transport.statistics()
+
+
+def give_up_a_rail(rank: Rank) -> set[int]:
+    from uccl_ep_libfabric.library import native
+
+    rank.meet()
+    native().lib.fab_break_rail(rank.transport.native_context, 0, 0)  # of idle rails the first is written to
+    rank.driver.progress()
+    rank.meet(polling=False)
+    rank.until(lambda: {number for number, _ in rank.driver.arrived} == {*range(SIGNALS)}, 5.0)
+    rank.meet()
+    return {number for number, _ in rank.driver.arrived}
+
+
+SIGNALS = 12
+
+
+@pytest.mark.parametrize("nbytes", [0, 8])
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_what_goes_into_a_rail_that_the_other_has_given_up_arrives(variant: Variant, nbytes: int) -> None:
+    """Writes of nothing, which carry signals, as well: no completion may be given for what nobody will take in."""
+    with Ranks({**variant.options, "rails": 2}) as ranks:
+        results = ranks.run({0: (write_into_a_rail_given_up, nbytes), 1: (give_up_a_rail,)})
+        assert results[1] == {*range(SIGNALS)}
+        assert results[0]["failed"] == 0
+
+
+def break_own_rail(rank: Rank, rail: int) -> dict[str, int]:
+    """Both at once, each another rail, with writes in both directions that fill the queues."""
+    from uccl_ep_libfabric.library import native
+
+    other = 1 - rank.rank
+    rank.data[OUTBOX : OUTBOX + LARGE] = content(rank.rank, LARGE)
+    rank.meet()
+    writes = [
+        rank.write(other, OUTBOX + 4096 * i, 4096 * i, STRIPED, i) for i in range(LARGE // 4096 - STRIPED // 4096)
+    ]
+    half = len(writes) // 2
+    rank.driver.post(0, writes[:half])
+    native().lib.fab_break_rail(rank.transport.native_context, 0, rail)
+    rank.driver.post(0, writes[half:])
+    rank.driver.wait_all(20.0)
+    wanted = {*range(len(writes))}
+    assert rank.until(lambda: {number for number, _ in rank.driver.arrived} == wanted, 30.0), (
+        f"missing {sorted(wanted - {number for number, _ in rank.driver.arrived})[:5]}, "
+        f"{rank.transport.statistics()}, {rank.driver.errors[:2]}, {rank.driver.last_error(0)}"
+    )
+    rank.meet()
+    end = 4096 * (len(writes) - 1) + STRIPED
+    assert bytes(rank.data[:end]) == content(other, LARGE)[:end]
+    return rank.transport.statistics()
+
+
+STRIPED = 32768
+
+
+@pytest.mark.parametrize("send_depth", [16, 1024])
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_both_ranks_lose_a_rail_at_once_with_full_queues(variant: Variant, send_depth: int) -> None:
+    """Two of three rails go; what says so finds room however many parts of writes there are."""
+    options = {**variant.options, "rails": 3, "stripe_bytes": 8192, "send_depth": send_depth}
+    with Ranks(options) as ranks:
+        results = ranks.run({0: (break_own_rail, 0), 1: (break_own_rail, 2)})
+        for rank in range(2):
+            assert results[rank]["failed"] == 0
+            assert results[rank]["rails_lost"] == 2
+
+
 def count_losses(rank: Rank) -> int:
     from uccl_ep_libfabric.library import native
 

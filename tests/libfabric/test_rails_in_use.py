@@ -54,12 +54,8 @@ def check_errors(found: list[dict[str, Any]], timeout_s: float) -> None:
 @pytest.mark.parametrize(("variant", "how"), WAYS, ids=str)
 def test_a_rail_lost_under_dispatch_and_combine(pool: RankPool, variant: Variant, how: str, ranks: int) -> None:
     """Until a loss has found writes under way, which then went over the other rail, as chance has it."""
-    open_fault = str(variant) == "system-shm"  # docs/transports/libfabric.md: at times a write is never heard of again
     for _ in range(ATTEMPTS):
-        found = run(pool, variant, ranks, how, [1], 5.0 if open_fault else 30.0)
-        if open_fault and any(it["error"] for it in found):
-            check_errors(found, 5.0)
-            return
+        found = run(pool, variant, ranks, how, [1], 30.0)
         assert all(it["error"] is None and it["steps"] == STEPS and it["failed"] == 0 for it in found), found
         assert all(it["split"] > 0 for it in found), found
         if how == "endpoint":  # a connection that was cut with nothing under way is made again, and no rail is lost

@@ -12,6 +12,34 @@
 
 #include "fabric.h"
 
+static ssize_t send_message(fab_lane *lane, fab_operation *operation, uint32_t peer, uint32_t kind, uint32_t argument,
+                            uint64_t flags) {
+    fab_rail *rail = &lane->rails[operation->rail];
+    fab_message *content = &rail->messages[FAB_RECEIVES + operation->index];
+    *content = (fab_message){.group = lane->context->group,
+                             .kind = kind,
+                             .rank = lane->context->rank,
+                             .lane = lane->index,
+                             .argument = argument};
+    struct iovec piece = {.iov_base = content, .iov_len = sizeof *content};
+    void *descriptor = fi_mr_desc(rail->message_mr);
+    struct fi_msg message = {.msg_iov = &piece,
+                             .desc = &descriptor,
+                             .iov_count = 1,
+                             .addr = rail->remote[peer].address,
+                             .context = operation};
+    const ssize_t status = fi_sendmsg(rail->endpoint, &message, flags);
+    if (status == 0) {
+        rail->remote[peer].refused_since = 0;
+    }
+    return status;
+}
+
+/* A write of nothing with an immediate, completed when the peer has taken it in. */
+ssize_t fab_send_immediate(fab_lane *lane, fab_operation *operation, const uccl_ep_write *write) {
+    return send_message(lane, operation, write->peer, FAB_IMMEDIATE, (uint32_t)write->immediate, FI_DELIVERY_COMPLETE);
+}
+
 ssize_t fab_resend_message(fab_lane *lane, fab_operation *operation) {
     const uint32_t peer = operation->write.peer;
     if (operation->rail >= lane->num_rails || !lane->rails[operation->rail].open ||
@@ -22,15 +50,8 @@ ssize_t fab_resend_message(fab_lane *lane, fab_operation *operation) {
     if (operation->rail >= lane->num_rails) {
         return -FI_ENOTCONN;
     }
-    fab_rail *rail = &lane->rails[operation->rail];
-    fab_message *message = &rail->messages[FAB_RECEIVES + operation->index];
-    *message = (fab_message){.group = lane->context->group,
-                             .kind = (uint32_t)operation->write.token,
-                             .rank = lane->context->rank,
-                             .lane = lane->index,
-                             .argument = (uint32_t)operation->write.immediate};
-    const ssize_t status = fi_send(rail->endpoint, message, sizeof *message, fi_mr_desc(rail->message_mr),
-                                   rail->remote[peer].address, operation);
+    const ssize_t status =
+        send_message(lane, operation, peer, (uint32_t)operation->write.token, (uint32_t)operation->write.immediate, 0);
     operation->posted = status == 0;
     return status;
 }
@@ -51,6 +72,38 @@ int fab_send_message(fab_lane *lane, uint32_t rail, uint32_t peer, uint32_t kind
     return 0;
 }
 
+/* A message about a lost rail goes out as soon as there is room: without it the other side would hold its writes for good.
+ * It goes over every rail that is left, since the other side may have given up any of them and not said so yet; one that
+ * neither gives up delivers it, and to get it more than once does no harm. */
+void fab_owe(fab_lane *lane, uint32_t peer, uint32_t kind, uint32_t rail) {
+    (kind == FAB_REVOKE ? lane->owed_revoke : lane->owed_revoked)[peer] |= (uint8_t)(1u << rail);
+    lane->owes = true;
+}
+
+static void pay(fab_lane *lane, uint32_t peer, uint32_t kind, uint8_t *owed) {
+    for (uint32_t r = 0; *owed >> r; r++) {
+        if (!(*owed >> r & 1u)) {
+            continue;
+        }
+        for (uint32_t way = 0; way < lane->num_rails; way++) {
+            const bool open = lane->rails[way].open && !(lane->lost[peer] & (1u << way));
+            if (open && fab_send_message(lane, way, peer, kind, r)) {
+                lane->owes = true; /* the pool is empty: all of it later */
+                return;
+            }
+        }
+        *owed &= (uint8_t)~(1u << r);
+    }
+}
+
+void fab_pay(fab_lane *lane) {
+    lane->owes = false;
+    for (uint32_t peer = 0; peer < lane->context->num_ranks; peer++) {
+        pay(lane, peer, FAB_REVOKE, &lane->owed_revoke[peer]);
+        pay(lane, peer, FAB_REVOKED, &lane->owed_revoked[peer]);
+    }
+}
+
 void fab_message_sent(fab_lane *lane, fab_operation *operation) {
     if (operation->write.token == FAB_WELCOME) {
         const size_t slot = (size_t)operation->write.peer * FAB_MAX_RAILS + operation->write.immediate;
@@ -59,12 +112,19 @@ void fab_message_sent(fab_lane *lane, fab_operation *operation) {
     fab_give(lane, operation);
 }
 
-void fab_handle_message(fab_lane *lane, const fab_message *message) {
+/* True: the message was an immediate. */
+bool fab_handle_message(fab_lane *lane, const fab_message *message) {
     fab_context *context = lane->context;
     const uint32_t peer = message->rank;
     if (message->group != context->group || peer >= context->num_ranks || !context->expected[peer] ||
-        message->lane != lane->index || message->argument >= lane->num_rails) {
-        return; /* a stray of another group */
+        message->lane != lane->index) {
+        return false; /* a stray of another group */
+    }
+    if (message->kind == FAB_IMMEDIATE) {
+        return true;
+    }
+    if (message->argument >= lane->num_rails) {
+        return false;
     }
     uint8_t *greeted = &lane->greeted[(size_t)peer * FAB_MAX_RAILS + message->argument];
     switch (message->kind) {
@@ -76,7 +136,7 @@ void fab_handle_message(fab_lane *lane, const fab_message *message) {
             break;
         case FAB_REVOKE:
             fab_shut_rail(lane, message->argument, "the peer reported it");
-            fab_send_message(lane, FAB_MAX_RAILS, peer, FAB_REVOKED, message->argument);
+            fab_owe(lane, peer, FAB_REVOKED, message->argument);
             break;
         case FAB_REVOKED:
             fab_revoked(lane, message->argument, peer);
@@ -84,6 +144,7 @@ void fab_handle_message(fab_lane *lane, const fab_message *message) {
         default:
             break;
     }
+    return false;
 }
 
 int fab_begin_connect(fab_context *context, uint32_t rank, uint32_t ranks, uint32_t lanes, uint64_t group) {
@@ -104,8 +165,10 @@ int fab_begin_connect(fab_context *context, uint32_t rank, uint32_t ranks, uint3
         fab_lane *lane = &context->lanes[l];
         lane->lost = calloc(ranks, 1);
         lane->revoking = calloc(ranks, 1);
+        lane->owed_revoke = calloc(ranks, 1);
+        lane->owed_revoked = calloc(ranks, 1);
         lane->greeted = calloc((size_t)ranks * FAB_MAX_RAILS, 1);
-        complete = complete && lane->lost && lane->revoking && lane->greeted;
+        complete = complete && lane->lost && lane->revoking && lane->owed_revoke && lane->owed_revoked && lane->greeted;
         for (uint32_t r = 0; r < lane->num_rails; r++) {
             lane->rails[r].remote = calloc(ranks, sizeof *lane->rails[r].remote);
             complete = complete && lane->rails[r].remote;

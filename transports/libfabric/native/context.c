@@ -10,8 +10,12 @@
 static int build_lane(fab_context *context, fab_lane *lane, uint32_t index) {
     lane->context = context;
     lane->index = index;
-    /* Twice the depth: writes that were given up keep their slot until the provider returns it. */
-    lane->num_operations = 2 * context->send_depth + 64;
+    /* Twice the depth, since writes that were given up keep their slot until the provider returns it. Over several
+     * rails a write is itself and a part for each; as many copies are made when a rail is lost, and the originals of
+     * all rails lost so far keep their slots: for r rails that share the parts evenly at most r (1/r + ... + 1/2) times
+     * the depth, less than 2 r. */
+    const uint32_t whole_and_parts = context->num_rails == 1 ? 2 : 1 + 3 * context->num_rails;
+    lane->num_operations = whole_and_parts * context->send_depth + 64;
     if (posix_memalign((void **)&lane->operations, 64, lane->num_operations * sizeof(fab_operation))) {
         lane->operations = NULL;
         return -1;
@@ -22,7 +26,7 @@ static int build_lane(fab_context *context, fab_lane *lane, uint32_t index) {
         lane->operations[i].next = i + 1 < lane->num_operations ? i + 1 : FAB_NONE;
     }
     lane->free_head = 0;
-    lane->waiting_head = lane->waiting_tail = FAB_NONE;
+    lane->messages = lane->waiting = (fab_queue){FAB_NONE, FAB_NONE};
     lane->done = calloc(context->send_depth, sizeof *lane->done);
     return lane->done ? 0 : -1;
 }
@@ -179,6 +183,8 @@ void fab_close(fab_context *context) {
         free(lane->done);
         free(lane->lost);
         free(lane->revoking);
+        free(lane->owed_revoke);
+        free(lane->owed_revoked);
         free(lane->greeted);
         free(lane->stash.immediates);
     }

@@ -14,13 +14,14 @@ static void fab_report(fab_lane *lane, uint64_t token, uint32_t peer, int32_t st
 }
 
 void fab_wait_to_post(fab_lane *lane, fab_operation *operation) {
+    fab_queue *queue = operation->kind == FAB_SEND ? &lane->messages : &lane->waiting;
     operation->next = FAB_NONE;
-    if (lane->waiting_tail == FAB_NONE) {
-        lane->waiting_head = operation->index;
+    if (queue->tail == FAB_NONE) {
+        queue->head = operation->index;
     } else {
-        lane->operations[lane->waiting_tail].next = operation->index;
+        lane->operations[queue->tail].next = operation->index;
     }
-    lane->waiting_tail = operation->index;
+    queue->tail = operation->index;
 }
 
 /* ---- one write ---- */
@@ -61,11 +62,15 @@ static inline ssize_t write_operation(fab_lane *lane, fab_operation *operation, 
     if (write->flags & UCCL_EP_WRITE_FENCED) {
         flags |= FI_DELIVERY_COMPLETE;
     }
-    if (write->bytes == 0 && !lane->context->network) {
-        /* The shm provider of 1.17 never completes such a write; in shared memory nothing can get lost. */
-        flags &= ~FI_DELIVERY_COMPLETE;
+    const bool nothing = write->bytes == 0 && !lane->context->network && (flags & FI_DELIVERY_COMPLETE);
+    if (nothing) {
+        flags &= ~FI_DELIVERY_COMPLETE; /* the shm provider of 1.17 never completes such a write */
     }
-    const ssize_t status = fi_writemsg(rail->endpoint, &message, flags);
+    /* Without it the completion says only that the immediate lies in the peer's queue, where it stays if the peer
+     * gives up that rail: an immediate that can be lost so goes as a message. */
+    const ssize_t status = nothing && lane->context->write_flags && (flags & FI_REMOTE_CQ_DATA)
+                               ? fab_send_immediate(lane, operation, write)
+                               : fi_writemsg(rail->endpoint, &message, flags);
     if (status == 0) {
         operation->posted = 1;
         rail->outstanding++;
@@ -111,51 +116,75 @@ void fab_finish(fab_lane *lane, fab_operation *operation, int32_t status) {
     fab_give(lane, parent);
 }
 
-/* Post what had to wait: immediates of striped writes, parts, writes moved from a lost rail, messages. */
-void fab_post_waiting(fab_lane *lane) {
-    while (lane->waiting_head != FAB_NONE) {
-        fab_operation *operation = &lane->operations[lane->waiting_head];
+/* Over its own rail, or where that is lost over another. */
+static ssize_t post_waiting(fab_lane *lane, fab_operation *operation, uint32_t full) {
+    if (operation->kind == FAB_SEND) {
+        return fab_resend_message(lane, operation);
+    }
+    const uint32_t peer = operation->write.peer;
+    if (operation->rail >= lane->num_rails || (lane->lost[peer] & (1u << operation->rail)) ||
+        !lane->rails[operation->rail].open) {
+        const uint32_t rail = fab_choose_rail(lane, peer);
+        operation->rail = (uint8_t)(rail == FAB_NONE ? FAB_MAX_RAILS : rail);
+    }
+    if (operation->rail >= lane->num_rails) {
+        return -FI_ENOTCONN;
+    }
+    return full >> operation->rail & 1u ? -FI_EAGAIN : write_operation(lane, operation, &operation->write, false);
+}
+
+static void post_queue(fab_lane *lane, fab_queue *queue) {
+    uint32_t open = 0, full = 0, previous = FAB_NONE;
+    for (uint32_t r = 0; r < lane->num_rails; r++) {
+        open |= lane->rails[r].open ? 1u << r : 0;
+    }
+    for (uint32_t index = queue->head; index != FAB_NONE && (!open || (full & open) != open);) {
+        fab_operation *operation = &lane->operations[index];
         const uint32_t peer = operation->write.peer;
-        const uint32_t next = operation->next;
-        int32_t status = 0;
-        if (operation->kind == FAB_SEND) {
-            status = (int32_t)fab_resend_message(lane, operation);
-        } else {
-            if (operation->rail >= lane->num_rails || (lane->lost[peer] & (1u << operation->rail)) ||
-                !lane->rails[operation->rail].open) {
-                const uint32_t rail = fab_choose_rail(lane, peer);
-                operation->rail = (uint8_t)(rail == FAB_NONE ? FAB_MAX_RAILS : rail);
-            }
-            status = operation->rail >= lane->num_rails
-                         ? -FI_ENOTCONN
-                         : (int32_t)write_operation(lane, operation, &operation->write, false);
-        }
+        const ssize_t status = post_waiting(lane, operation, full);
+        const uint32_t rail = operation->rail;
         if (status == -FI_EAGAIN) {
-            lane->statistics.again++;
-            if (operation->rail < lane->num_rails) {
-                fab_refused(lane, operation->rail, peer);
+            if (!(full >> rail & 1u)) {
+                full |= operation->kind == FAB_SEND ? 0 : 1u << rail;
+                lane->statistics.again++;
+                fab_refused(lane, rail, peer);
             }
-            return;
+            previous = index;
+            index = operation->next;
+            continue;
         }
-        lane->waiting_head = next;
-        if (next == FAB_NONE) {
-            lane->waiting_tail = FAB_NONE;
+        index = operation->next;
+        if (previous == FAB_NONE) {
+            queue->head = index;
+        } else {
+            lane->operations[previous].next = index;
+        }
+        if (index == FAB_NONE) {
+            queue->tail = previous;
         }
         if (!status) {
             continue;
         }
-        const uint32_t rail = operation->rail;
+        const bool lost = rail < lane->num_rails && fab_is_peer_error((int)status);
         if (operation->kind == FAB_SEND) {
             fab_give(lane, operation);
-        } else if (rail < lane->num_rails && fab_is_peer_error(status)) {
+        } else if (lost) {
             fab_wait_to_post(lane, operation); /* on another rail, or it fails for good */
         } else {
-            fab_finish(lane, operation, status);
+            fab_finish(lane, operation, (int32_t)status);
         }
-        if (rail < lane->num_rails && fab_is_peer_error(status)) {
-            fab_lose_rail(lane, rail, peer, status, "a post was refused");
+        if (lost) {
+            fab_lose_rail(lane, rail, peer, (int)status, "a post was refused");
         }
     }
+}
+
+/* Post what had to wait: messages, then immediates of striped writes, parts, writes moved from a lost rail. One whose rail
+ * is full holds up nothing on other rails, and no message: the other side may have given up that rail, and the message that
+ * says so to it, or that answers its own, may come behind. */
+void fab_post_waiting(fab_lane *lane) {
+    post_queue(lane, &lane->messages);
+    post_queue(lane, &lane->waiting);
 }
 
 /* ---- the table's entry ---- */
@@ -285,7 +314,7 @@ int64_t fab_post_writes(void *opaque, uint32_t lane_index, const uccl_ep_write *
     lane->in_flight += (uint32_t)accepted;
     lane->statistics.posted += posted;
     lane->statistics.posted_bytes += bytes;
-    if (lane->waiting_head != FAB_NONE) {
+    if (fab_has_waiting(lane)) {
         fab_post_waiting(lane);
     }
     return (int64_t)accepted;

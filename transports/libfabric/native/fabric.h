@@ -58,6 +58,7 @@ enum fab_message_kind {
     FAB_WELCOME = 2,  /* I have your HELLO */
     FAB_REVOKE = 3,   /* rail `argument` of this lane failed: give up yours, my writes come another way */
     FAB_REVOKED = 4,  /* rail `argument` is given up here, nothing of it can land any more */
+    FAB_IMMEDIATE = 5, /* a write of nothing, whose immediate is `argument`; data.c says when */
 };
 
 enum fab_greeting {
@@ -142,6 +143,11 @@ typedef struct fab_rail {
     bool retired; /* given up: its memory is deregistered, it is never polled again, and it is never closed */
 } fab_rail;
 
+/* Operations to be posted from poll, by their `next`. */
+typedef struct fab_queue {
+    uint32_t head, tail;
+} fab_queue;
+
 typedef struct fab_stash {
     uint64_t *immediates;
     uint64_t first, count, capacity;
@@ -156,11 +162,13 @@ typedef struct fab_lane {
     uint32_t num_operations;
     uint32_t free_head;
     uint32_t in_flight; /* writes accepted and not yet reported */
-    uint32_t waiting_head, waiting_tail; /* operations that must be posted from poll */
+    fab_queue messages, waiting; /* the second: parts, immediates of striped writes, writes moved from a lost rail */
     uccl_ep_completion *done; /* ring of completions made here, not by a queue */
     uint32_t done_first, done_count;
     uint8_t *lost;     /* [rank]: bit r set: rail r to that rank is gone */
     uint8_t *revoking; /* [rank]: bit r set: waiting for that rank's FAB_REVOKED */
+    uint8_t *owed_revoke, *owed_revoked; /* [rank]: bit r set: that message about rail r is still to be sent */
+    bool owes;         /* any of these bits is set */
     uint8_t *greeted;  /* [rank * rails + rail]: fab_greeting bits */
     uint32_t deaths_seen;
     _Atomic uint32_t break_request; /* bit r set: close rail r at the next poll (tests) */
@@ -197,6 +205,10 @@ struct fab_context {
 static inline uint64_t fab_remote_address(const fab_rail *rail, const fab_remote *remote, uint32_t region,
                                           uint64_t offset) {
     return rail->virtual_address ? remote->base[region] + offset : offset;
+}
+
+static inline bool fab_has_waiting(const fab_lane *lane) {
+    return lane->messages.head != FAB_NONE || lane->waiting.head != FAB_NONE;
 }
 
 /* The pool of operations. In the header because two files call it for every write. */
@@ -267,10 +279,13 @@ int32_t fab_peer_state(void *context, uint32_t peer);
 const char *fab_last_error(void *context, uint32_t lane);
 
 /* connect.c: control messages and the handshake */
-void fab_handle_message(fab_lane *lane, const fab_message *message);
+bool fab_handle_message(fab_lane *lane, const fab_message *message);
+ssize_t fab_send_immediate(fab_lane *lane, fab_operation *operation, const uccl_ep_write *write);
 void fab_message_sent(fab_lane *lane, fab_operation *operation);
 int fab_send_message(fab_lane *lane, uint32_t rail, uint32_t peer, uint32_t kind, uint32_t argument);
 ssize_t fab_resend_message(fab_lane *lane, fab_operation *operation);
+void fab_owe(fab_lane *lane, uint32_t peer, uint32_t kind, uint32_t rail);
+void fab_pay(fab_lane *lane);
 
 /* failover.c */
 bool fab_is_peer_error(int error);

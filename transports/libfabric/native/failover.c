@@ -131,7 +131,7 @@ void fab_lose_rail(fab_lane *lane, uint32_t rail, uint32_t peer, int error, cons
         release_held(lane, rail, peer, -FI_ENOTCONN);
     } else if (first) {
         lane->revoking[peer] |= bit;
-        fab_send_message(lane, (uint32_t)FAB_MAX_RAILS, peer, FAB_REVOKE, rail);
+        fab_owe(lane, peer, FAB_REVOKE, rail);
     } else if (!(lane->revoking[peer] & bit)) {
         release_held(lane, rail, peer, 0);
     }

@@ -77,7 +77,10 @@ int64_t fab_poll_completions(void *opaque, uint32_t lane_index, uccl_ep_completi
         fab_forget_dead(lane);
     }
     uint64_t count = lane->done_count ? take_done(lane, out, capacity) : 0;
-    if (lane->waiting_head != FAB_NONE) {
+    if (lane->owes) {
+        fab_pay(lane);
+    }
+    if (fab_has_waiting(lane)) {
         fab_post_waiting(lane);
     }
     const uint32_t broken = atomic_load_explicit(&lane->break_request, memory_order_relaxed);
@@ -132,7 +135,7 @@ int64_t fab_poll_completions(void *opaque, uint32_t lane_index, uccl_ep_completi
             }
         }
     }
-    if (lane->waiting_head != FAB_NONE) {
+    if (fab_has_waiting(lane)) {
         fab_post_waiting(lane);
     }
     if (lane->done_count && count < capacity) {
@@ -202,7 +205,9 @@ uint64_t fab_read_arrivals(fab_lane *lane, uint32_t rail_index, uccl_ep_arrival 
                 if (rail->open) {
                     fab_post_receive(lane, rail, receive->index);
                 }
-                fab_handle_message(lane, &message);
+                if (fab_handle_message(lane, &message)) {
+                    out[count++] = (uccl_ep_arrival){message.argument, UCCL_EP_PEER_UNKNOWN, 0};
+                }
             }
         }
         if ((uint64_t)got < room) {
