@@ -17,6 +17,7 @@ import torch.distributed as dist
 from uccl_ep import Buffer
 from uccl_ep.bench import channel, ep, gpu, gpu_systems, ordering, proxied, records, transport
 from uccl_ep.bench.channel import slower_than
+from uccl_ep.bench.clocks import CALLS_OF_A_GRAPH, WallClock
 from uccl_ep.bench.workload import Case, inputs
 from uccl_ep_core import conformance
 from uccl_ep_core.errors import ConfigurationError
@@ -194,6 +195,34 @@ def test_bench_of_gpus_goes_on_without_a_system_that_refuses_on_one_rank() -> No
         assert f"RuntimeError: no such thing when {when}" in left_out[f"left out: {when}"], left_out
         assert "refused on rank 1" in left_out[f"left out: {when}"]
     assert any(r.metric == "combine bf16, call, gloo all_to_all" for r in found)
+
+
+class Alternating:
+    """A library with two buffers, which it changes at every call, on the host."""
+
+    def __init__(self) -> None:
+        self.buffer = 0
+
+    def call(self) -> None:
+        self.buffer ^= 1
+
+    def graph(self) -> Any:
+        captured = self.buffer
+
+        def replay() -> None:
+            assert self.buffer == captured, "replayed into the buffer that was used last"
+
+        return replay
+
+
+def test_a_replay_finds_a_library_that_alternates_as_its_capture_left_it() -> None:
+    library, clock = Alternating(), WallClock(None)
+    clock.synchronize = lambda: None  # type: ignore[method-assign]
+    timed = [(("half", "call", "it"), library.call, 1), (("half", "graph replay", "it"), library.graph(), 100)]
+    times = gpu.timed_in_turns(clock, timed, 5)
+    assert {key[1]: len(values) for key, values in times.items()} == {"call": 5, "graph replay": 5}
+    assert gpu.timed_in_turns(clock, [], 3) == {}
+    assert gpu.WARM_UP % 2 == gpu.CALLS % 2 == gpu.PROFILED % 2 == CALLS_OF_A_GRAPH % 2 == 0
 
 
 def test_bench_picks_more_experts_than_the_size_hint_counts_on() -> None:

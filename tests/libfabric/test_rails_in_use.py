@@ -47,7 +47,7 @@ def check_errors(found: list[dict[str, Any]], timeout_s: float) -> None:
     for it in found:
         assert it["error"] is not None, found
         assert WHO in (it["error"]["rank"], it["error"]["reporter"]), found
-        assert it["seconds"] < timeout_s + 3.0, found
+        assert it["seconds"] < timeout_s + 10.0, found
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -21,19 +21,21 @@ import torch.distributed as dist
 
 from uccl_ep import Buffer
 
-from .clocks import TIMED_CALLS, Call, EventClock, clock_of
+from .clocks import TIMED_CALLS, Call, Clock, EventClock, clock_of
 from .gpu_systems import RIVALS, ExpertParallel, Factory, Meeting, Opener, Run, System
 from .records import Record, machine
 from .spawn import LeaveOut, run_ranks
 from .workload import Case, Data
 
-CALLS = 10  # whose CPU time is measured together
-WARM_UP = 5
+CALLS = 10  # whose CPU time is measured together; these are even for the reason that timed_in_turns() gives
+WARM_UP = 6
 PROFILED = 10
 PATIENCE_S = 60.0
 
 
-Times = dict[tuple[str, str, str], list[float]]  # by (half, boundary, system)
+Key = tuple[str, str, str]  # (half, boundary, system)
+Times = dict[Key, list[float]]
+Timed = tuple[Key, Call, int]  # what it is called, what is timed, and how many calls that makes
 Notes = dict[str, str]  # why a system was left out, by its name
 
 
@@ -84,7 +86,7 @@ def measure(
         clock.synchronize()
         times: Times = {}
         for half in ours.calls():
-            timed: list[tuple[tuple[str, str, str], Call, int]] = []
+            timed: list[Timed] = []
             for system in systems:
                 call = system.calls().get(half)
                 if call is None:
@@ -102,11 +104,8 @@ def measure(
                     call()
                 clock.synchronize()
                 times[half, "CPU time of a call", system.name] = [(time.process_time() - before) * 1e6 / CALLS]
-            for _, call, _ in timed:
-                clock.microseconds(call)  # the first replay uploads the graph
-            for i in range(iterations):
-                for key, call, within in timed[i % len(timed) :] + timed[: i % len(timed)]:
-                    times.setdefault(key, []).append(clock.microseconds(call) / within)
+            timed_in_turns(clock, timed, 1)  # the first replay uploads the graph
+            times.update(timed_in_turns(clock, timed, iterations))
             report((case.mode, half))
         ours.check()
         if isinstance(clock, EventClock):
@@ -122,6 +121,24 @@ def measure(
     clock.synchronize()
     buffer.destroy()
     return results
+
+
+def timed_in_turns(clock: Clock, timed: Sequence[Timed], iterations: int) -> Times:
+    """Times of each of them in every iteration; another one begins each time.
+
+    A call alone is made twice and timed once: a library that alternates between two buffers on the host (see
+    `clocks.CALLS_OF_A_GRAPH`) is then where the captured graph expects it. Else a replay begins in the buffer that was
+    used last, finds its signals raised, waits for nobody, and the other rank, late by a call, takes back what has
+    come to it: so DeepEP 1.2.1 at low latency hangs.
+    """
+    times: Times = {}
+    for i in range(iterations):
+        turn = i % max(1, len(timed))
+        for key, call, calls in [*timed[turn:], *timed[:turn]]:
+            times.setdefault(key, []).append(clock.microseconds(call) / calls)
+            if calls % 2:
+                call()
+    return times
 
 
 def tried(factory: Factory, case: Case, data: Data) -> System:
