@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from ranks import Context, RankPool
+from uccl_ep.connection import Connection
 from uccl_ep.cores import Cores, Place
 
 
@@ -22,6 +27,30 @@ def test_threads_and_cores_of_one_host_are_counted() -> None:
         "name": "look away",
         "reason": "12 threads of this host's ranks may wait at once, on 8 cores",
     }
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "device_memory", "lanes", "ranks", "proxies"),
+    [
+        (False, False, 8, 2, 4),  # 16 cores
+        (False, False, 3, 2, 3),
+        (False, False, 8, 4, 3),  # of 4 cores one is the rank's own
+        (False, False, 8, 32, 1),
+        (False, True, 8, 2, 1),
+        (True, False, 8, 2, 1),
+    ],
+)
+def test_proxies_are_as_many_as_copy_what_a_bus_brings(
+    on_cpu: bool, device_memory: bool, lanes: int, ranks: int, proxies: int
+) -> None:
+    capabilities = SimpleNamespace(device_memory=device_memory, lanes=lanes)
+    communicator: Any = SimpleNamespace(
+        _on_cpu=on_cpu,
+        transport=SimpleNamespace(capabilities=capabilities),
+        _places=[Place("one", frozenset(range(16)))] * ranks,
+        rank=0,
+    )
+    assert Connection._automatic_proxies(communicator) == proxies
 
 
 def test_this_process_has_a_place() -> None:

@@ -29,6 +29,7 @@ RINGS_PER_PROXY = 4
 MOST_LOW_LATENCY_PARTS = 8
 """Of one message: as many threads bring it to a peer, and its receiver waits for as many signals."""
 HOST_SLOT_BYTES = 128 << 10  # stays in the caches
+STAGED_PROXIES = 4  # threads that copy 10 GB/s each, to and from what a bus brings at 50
 GPU_SLOT_BYTES = 352 << 10  # 24 rows of 7168 bf16; a slot costs some microseconds of signals, whatever it holds
 MOST_CHANNELS = 48  # chosen automatically; more bring no bandwidth, and each has its own slots
 MOST_RING_BYTES = 1 << 30  # of a data window, in slots of channels whose number was chosen automatically
@@ -130,6 +131,7 @@ class Connection:
         )
         self._resources.backend = self.backend
         self.general = self.configuration.general
+        self.num_proxies = self.general.num_proxies or 1
         logger.setLevel(self.general.log_level.upper())
 
     def _find_domains(self) -> list[int]:
@@ -153,6 +155,8 @@ class Connection:
             # Of no use: what a device or a provider keeps for it (files in shared memory) would outlive a kill.
             self._resources.transport.close()
             self._resources.transport = None
+        if remote and self.general.num_proxies == 0:
+            self.num_proxies = min(bootstrap.all_gather(self._automatic_proxies(), "agreeing on proxies"))
         return remote
 
     def _lay_out(self, low_latency_bytes: int, has_remote: bool) -> None:
@@ -164,7 +168,7 @@ class Connection:
             ll_combine_bytes=self.capacity.combine_bytes,
             ll_outbox_bytes=self.capacity.outbox_bytes,
         )
-        num_proxies = self.general.num_proxies if has_remote else 0
+        num_proxies = self.num_proxies if has_remote else 0
         self.cores = Cores.of(self._places, self.rank, self.backend.waiting_threads + num_proxies)
 
     def _layout(self, num_channels: int, has_remote: bool, **low_latency: int) -> _native.Layout:
@@ -176,7 +180,7 @@ class Connection:
             slot_bytes=self.slot_bytes,
             has_remote=has_remote,
             # Each part of a low-latency message needs a proxy and a channel's signal of its own.
-            ll_parts=min(self.general.num_proxies, num_channels, MOST_LOW_LATENCY_PARTS) if has_remote else 1,
+            ll_parts=min(self.num_proxies, num_channels, MOST_LOW_LATENCY_PARTS) if has_remote else 1,
             **low_latency,
         )
 
@@ -270,6 +274,14 @@ class Connection:
         most = min(MOST_CHANNELS, MOST_RING_BYTES // self._layout(1, has_remote).data_bytes())
         return suitable_channels(dispatch, self.combine_work, self.team_room, max(1, most))
 
+    def _automatic_proxies(self) -> int:
+        """One thread posts writes faster than any NIC takes them. Over shared memory or sockets it copies what lies in
+        a window in host memory itself, at a fifth of what a GPU brings over its bus."""
+        if self._on_cpu or self.transport.capabilities.device_memory:
+            return 1
+        spare = Cores.of(self._places, self.rank, 1).for_each_thread - 1  # one is the rank's own
+        return max(1, min(STAGED_PROXIES, self.transport.capabilities.lanes, spare))
+
     def _direct_blocks(self) -> int:
         """Blocks of a direct low-latency kernel: equal on all ranks, as a block meets that of its number elsewhere."""
         return min(self.backend.limits.max_blocks, int(_native.kernels.DIRECT_BLOCKS))
@@ -279,10 +291,9 @@ class Connection:
         self.transport = self._resources.transport = selection.plugin.open(selection.device, selection.options)
         capabilities = self.transport.capabilities
         self.plan = ordering.choose_plan(capabilities, str(selection.options.get("plan", self.general.plan)))
-        if self.general.num_proxies > capabilities.lanes:
+        if self.num_proxies > capabilities.lanes:
             raise CapabilityError(
-                f"num_proxies = {self.general.num_proxies}: transport {selection.name} has at most "
-                f"{capabilities.lanes} lanes"
+                f"num_proxies = {self.num_proxies}: transport {selection.name} has at most {capabilities.lanes} lanes"
             )
 
     def _allocate(self, remote: bool) -> None:
@@ -319,7 +330,7 @@ class Connection:
         self.num_rings = 0
         self._ring_views = None
         if remote:
-            self.num_rings = self.general.num_proxies * RINGS_PER_PROXY
+            self.num_rings = self.num_proxies * RINGS_PER_PROXY
             capacity = self.general.ring_capacity
             rings = backend.allocate_host_window(_native.Channel.host_bytes(self.num_rings, capacity))
             windows.append(rings)
@@ -363,7 +374,7 @@ class Connection:
     def _connect(self, addresses: list[bytes], remote: list[int]) -> None:
         general = self.general
         timeout_s = float(self._transport_selection.options.get("timeout_s", general.timeout_s))
-        self.transport.connect(self.rank, addresses, remote, general.num_proxies, timeout_s)
+        self.transport.connect(self.rank, addresses, remote, self.num_proxies, timeout_s)
         # Kernels alone, without proxies, wait for each other only: they keep polling.
         wake = self.backend.share_cores() if self.cores.crowded else None
         engine = _native.Engine(
@@ -376,7 +387,7 @@ class Connection:
             self.transport.capabilities,
             remote,
             self.channel,
-            general.num_proxies,
+            self.num_proxies,
             self.verdicts,
             {
                 "timeout_s": general.timeout_s,

@@ -49,6 +49,11 @@ class Cores:
         return cls(threads_per_rank * len(here), len(frozenset[int]().union(*(place.cpus for place in here))))
 
     @property
+    def for_each_thread(self) -> int:
+        """Cores that each of the threads could have."""
+        return self.cores // self.threads
+
+    @property
     def crowded(self) -> bool:
         return self.threads > self.cores
 

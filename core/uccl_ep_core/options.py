@@ -118,7 +118,12 @@ class General:
     domain_size: int = _option(
         0, "most ranks of a scale-up domain; 0: all whose memory can be imported", minimum=0, maximum=4096
     )
-    num_proxies: int = _option(1, "proxy threads a rank, each drives one lane", minimum=1, maximum=64)
+    num_proxies: int = _option(
+        0,
+        "proxy threads a rank, each with one lane; 0: 4 where a GPU's windows lie in host memory, else 1",
+        minimum=0,
+        maximum=64,
+    )
     num_channels: int = _option(
         0, "channels of the high-throughput mode; 0: what keeps the device busy", minimum=0, maximum=1024
     )

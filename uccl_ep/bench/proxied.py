@@ -99,7 +99,7 @@ def measure(
     buffer = Buffer(group, num_rdma_bytes=low_latency_bytes, low_latency_mode=low_latency_bytes > 0,
                     device=clock.device, options={**options, "domain_size": 1})  # fmt: skip
     communicator = buffer._communicator
-    threads = int(communicator.general.num_proxies)
+    threads = int(communicator.num_proxies)
     facts = {"transport": communicator.describe()["transport"]["name"], "threads": threads,
              "staged": communicator.staged}  # fmt: skip
     selection, peers = communicator._transport_selection, [peer for peer in range(num_ranks) if peer != rank]
