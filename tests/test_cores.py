@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 
 from ranks import Context, RankPool
 from uccl_ep.connection import Connection
-from uccl_ep.cores import LONGEST_LOOK_AWAY_S, Cores, Place
+from uccl_ep.cores import Cores, Place
 
 
 def test_threads_and_cores_of_one_host_are_counted() -> None:
@@ -53,37 +51,6 @@ def test_proxies_are_as_many_as_copy_what_a_bus_brings(
         rank=0,
     )
     assert Connection._automatic_proxies(communicator) == proxies
-
-
-def test_looks_away_grow_with_the_threads_a_core_has() -> None:
-    for threads, cores, microseconds in ((2, 4, 50), (8, 2, 50), (16, 2, 100), (72, 2, 450), (9, 0, 112.5)):
-        assert Cores(threads, cores).look_away_s * 1e6 == pytest.approx(microseconds)
-    assert Cores(100_000, 1).look_away_s == LONGEST_LOOK_AWAY_S
-
-
-def _cores_taken_while_idle(ctx: Context, cpus: list[int], seconds: float) -> float:
-    """By this rank, whose proxies have nothing to do."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus)
-    try:
-        buffer = ctx.new_buffer()
-        ctx.barrier()
-        usage, start = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
-        time.sleep(seconds)  # the idleness under test
-        used, elapsed = resource.getrusage(resource.RUSAGE_SELF), time.monotonic() - start
-        ctx.barrier()
-        buffer.destroy()
-    finally:
-        os.sched_setaffinity(0, before)
-    return (used.ru_utime + used.ru_stime - usage.ru_utime - usage.ru_stime) / elapsed
-
-
-def test_idle_proxies_leave_the_cores_of_a_crowded_host_to_others(pool: RankPool) -> None:
-    """48 of them, on one core: all of it, where each looked 20,000 times a second."""
-    arguments = {"cpus": [min(os.sched_getaffinity(0))], "seconds": 1.5}
-    options = {"UCCL_EP_NUM_PROXIES": "8", "UCCL_EP_NUM_CHANNELS": "8"}
-    taken = pool.run(_cores_taken_while_idle, ranks=6, domain=1, options=options, arguments=arguments)
-    assert sum(taken) < 0.6
 
 
 def test_this_process_has_a_place() -> None:

@@ -376,7 +376,7 @@ class Connection:
         timeout_s = float(self._transport_selection.options.get("timeout_s", general.timeout_s))
         self.transport.connect(self.rank, addresses, remote, self.num_proxies, timeout_s)
         # Kernels alone, without proxies, wait for each other only: they keep polling.
-        wake = self.backend.share_cores(self.cores.look_away_s) if self.cores.crowded else None
+        wake = self.backend.share_cores() if self.cores.crowded else None
         engine = _native.Engine(
             self.rank,
             self.layout,
@@ -394,7 +394,6 @@ class Connection:
                 "max_inflight_peer": general.max_inflight_bytes_per_peer,
                 "max_inflight_nic": general.max_inflight_bytes_per_nic,
                 "crowded": self.cores.crowded,
-                "look_away_s": self.cores.look_away_s,
                 "over_bus": self.backend.waiting_threads == 0,  # kernels run on a GPU
                 "wake_function": wake[0] if wake else 0,
                 "wake_context": wake[1] if wake else 0,

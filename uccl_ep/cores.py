@@ -7,13 +7,6 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SHORTEST_LOOK_AWAY_S = 50e-6
-SHORT_LOOKS = 4
-"""Threads of a core that each look once in that time and leave half of the core to others: a look in vain takes 6 us.
-Where no more threads share one, high throughput over tcp loses a fifth to longer looks away."""
-LONGEST_LOOK_AWAY_S = 2e-3
-"""Enough for 160 threads a core. A wait sees a failure, its limit or Ctrl-C at each 16th look."""
-
 
 @dataclass(frozen=True)
 class Place:
@@ -63,13 +56,6 @@ class Cores:
     @property
     def crowded(self) -> bool:
         return self.threads > self.cores
-
-    @property
-    def look_away_s(self) -> float:
-        """How long a thread that polls may look away for at a time, at most. Beyond `SHORT_LOOKS` threads a core it
-        grows with them, so that what looks in vain cost stays the same."""
-        crowd = self.threads / max(1, self.cores)
-        return min(max(1.0, crowd / SHORT_LOOKS) * SHORTEST_LOOK_AWAY_S, LONGEST_LOOK_AWAY_S)
 
     def describe(self) -> dict[str, str]:
         return {

@@ -94,14 +94,11 @@ class GpuBackend(abc.ABC):
         """CPU threads of this rank that poll while a kernel waits; 0 where kernels run on a GPU."""
         return 0
 
-    def share_cores(self, look_away_s: float) -> tuple[int, int] | None:
+    def share_cores(self) -> tuple[int, int] | None:
         """From now on give cores away while kernels wait: this host has fewer of them than threads that poll.
 
         Called before the first launch. Returns the address of a C function and of its argument, which proxies call
         when they have raised signals, so that such waits end early; None where kernels keep no core.
-
-        Args:
-            look_away_s: seconds that a thread that waits may look away for at a time, at most.
         """
         return None
 

@@ -177,7 +177,7 @@ def test_on_a_crowded_host_proxies_look_away_and_wake_who_waits(pair):
     heard = []
     wake = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(heard.append)
     address = ctypes.cast(wake, ctypes.c_void_p).value
-    options = {"crowded": True, "look_away_s": 0.002, "wake_function": address, "wake_context": 7}
+    options = {"crowded": True, "wake_function": address, "wake_context": 7}
     connect(pair, options=options, plan="counted")
     sender, receiver = pair
     name = sender.layout.signal_index(_native.SignalKind.DIRECT_DATA, 0, 0)

@@ -61,12 +61,6 @@ EngineOptions options_of(const py::dict &given) {
             options.yields = value.cast<uint32_t>();
         } else if (name == "crowded") {
             options.crowded = value.cast<bool>();
-        } else if (name == "look_away_s") {
-            const double seconds = value.cast<double>();
-            if (!(seconds > 0 && seconds < 1)) {
-                throw std::invalid_argument("engine option 'look_away_s' must be above 0 and below 1 (seconds)");
-            }
-            options.look_away_ns = static_cast<uint64_t>(seconds * 1e9);
         } else if (name == "over_bus") {
             options.over_bus = value.cast<bool>();
         } else if (name == "wake_function") {
@@ -86,11 +80,10 @@ EngineOptions options_of(const py::dict &given) {
         } else if (name == "trace") {
             options.trace_path = value.cast<std::string>();
         } else {
-            throw std::invalid_argument(
-                "engine option '" + name +
-                "' is unknown: use timeout_s, heartbeat_timeout_s, max_inflight_peer, "
-                "max_inflight_nic, batch, spins, yields, crowded, look_away_s, over_bus, pin, "
-                "first_cpu, cpus, flush_function, flush_context, wake_function, wake_context or trace");
+            throw std::invalid_argument("engine option '" + name +
+                                        "' is unknown: use timeout_s, heartbeat_timeout_s, max_inflight_peer, "
+                                        "max_inflight_nic, batch, spins, yields, crowded, over_bus, pin, first_cpu, "
+                                        "cpus, flush_function, flush_context, wake_function, wake_context or trace");
         }
     }
     return options;

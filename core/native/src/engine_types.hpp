@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "uccl_ep/channel.hpp"
-#include "uccl_ep/crowd.hpp"
 #include "uccl_ep/layout.hpp"
 #include "uccl_ep/transport.h"
 #include "verdict.hpp"
@@ -40,7 +39,6 @@ struct EngineOptions {
     uint32_t spins = 200;            // empty passes before the proxy yields the CPU
     uint32_t yields = 200;           // passes with a yield before it backs off
     bool crowded = false;            // more threads wait on this host than it has cores: look away soon
-    uint64_t look_away_ns = kLookAwayNs;  // at most
     bool over_bus = false;           // commands come from a device: look away from rings that were outrun
     bool pin = false;
     uint32_t first_cpu = 0;

@@ -14,6 +14,7 @@ namespace uccl_ep {
 namespace {
 
 constexpr uint64_t kTickNs = 1'000'000;
+constexpr uint64_t kBackOffNs = 50'000;               // the longest an idle proxy looks away
 constexpr uint64_t kCrowdedPasses = 4;                // empty ones, before a proxy looks away on a crowded host
 constexpr unsigned long kTimerSlackNs = 1000;         // Linux's default, 50 us, would double that time
 constexpr uint64_t kForwardAfterAbortNs = 100'000'000;  // verdicts may still leave for this long at a stop
@@ -217,18 +218,15 @@ bool Proxy::finished(uint64_t now) {
            notices_.told();
 }
 
-// Spin, then yield, then look away for 50 us, and that only when nothing is under way. Where threads outnumber cores, looks
-// in vain take the core from the very threads that are waited for: a few, then away whatever is under way, and
-// where nothing is, longer by and by (crowd.hpp). A network moves on meanwhile, and the next look finds more at once.
+// Spin, then yield, then look away for at most 50 us, and that only when nothing is under way. Where threads outnumber
+// cores, looks in vain take the core from the very threads that are waited for: a few, then away whatever is under
+// way. A network moves on meanwhile, and the next look finds more at once.
 void Proxy::back_off(uint64_t empty_passes) {
     const EngineOptions &options = shared_->options;
     const bool stopping = shared_->stop_requested.load(std::memory_order_relaxed);
     const bool idle = empty_passes >= uint64_t{options.spins} + options.yields && outbound_.outstanding() == 0;
     if (!stopping && (options.crowded ? empty_passes > kCrowdedPasses : idle)) {
-        const uint64_t away = outbound_.outstanding() != 0
-                                  ? kLookAwayNs
-                                  : look_away_ns(empty_passes - kCrowdedPasses - 1, options.look_away_ns);
-        const timespec limit{0, static_cast<long>(away)};
+        const timespec limit{0, static_cast<long>(kBackOffNs)};
         syscall(SYS_futex, reinterpret_cast<uint32_t *>(&shared_->wake), FUTEX_WAIT_PRIVATE, 0, &limit, nullptr, 0);
     } else if (empty_passes < options.spins) {
         cpu_pause();

@@ -527,14 +527,4 @@ TEST(an_engine_refuses_what_it_cannot_run) {
     CHECK_THROWS(Engine(magic.shared));
 }
 
-TEST(looks_away_grow_by_degrees_up_to_their_limit) {
-    CHECK_EQ(look_away_ns(0, kLookAwayNs), kLookAwayNs);
-    CHECK_EQ(look_away_ns(~uint64_t{0}, kLookAwayNs), kLookAwayNs);
-    CHECK_EQ(look_away_ns(kLooksPerDoubling - 1, 450'000), kLookAwayNs);
-    CHECK_EQ(look_away_ns(kLooksPerDoubling, 450'000), 2 * kLookAwayNs);
-    CHECK_EQ(look_away_ns(3 * kLooksPerDoubling, 450'000), 8 * kLookAwayNs);
-    CHECK_EQ(look_away_ns(4 * kLooksPerDoubling, 450'000), uint64_t{450'000});
-    CHECK_EQ(look_away_ns(~uint64_t{0}, 450'000), uint64_t{450'000});
-}
-
 CHECK_MAIN()

@@ -8,8 +8,6 @@
 #include <new>
 #include <stdexcept>
 
-#include "uccl_ep/crowd.hpp"
-
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/common_interface_defs.h>
 #endif
@@ -29,6 +27,7 @@ constexpr size_t kStackBytes = 64 * 1024;
 
 constexpr uint32_t kYieldsPerClock = 256;  // a look at the clock costs as much as some yields
 constexpr uint32_t kIdleRounds = 4;        // that a wait keeps the core of a crowded host for
+constexpr long kLookAwayNs = 50'000;
 
 thread_local Block *current_block = nullptr;
 
@@ -238,16 +237,14 @@ void Block::end_round() {
     } else if (doorbell_ == nullptr || ++idle_rounds_ < kIdleRounds) {
         sched_yield();
     } else {
-        doorbell_->wait(rings_, static_cast<long>(look_away_ns(idle_rounds_ - kIdleRounds, look_away_ns_)));
+        doorbell_->wait(rings_, kLookAwayNs);
     }
     if (doorbell_ != nullptr) rings_ = doorbell_->look();
     progressed_ = false;
 }
 
 void Block::yield() {
-    // Looks away are long beside a look at the clock, and so many of them would take longer than an interruption may.
-    if (looks_ && (++yields_ % kYieldsPerClock == 0 || idle_rounds_ >= kIdleRounds) && interruption_->due())
-        look_around();
+    if (looks_ && ++yields_ % kYieldsPerClock == 0 && interruption_->due()) look_around();
     const uint32_t count = num_fibers_;
     if (count == 1) {
         end_round();

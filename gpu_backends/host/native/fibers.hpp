@@ -64,12 +64,9 @@ class Block {
 
     // Let other fibers run; when a whole round passed without progress(), yield the core.
     void yield();
-    // From now on, after some such rounds, wait for a ring of the doorbell, so long at most: whoever this rank waits
+    // From now on, after some such rounds, wait for a ring of the doorbell, 50 us at most: whoever this rank waits
     // for may need the core.
-    void share_core(Doorbell *doorbell, uint64_t look_away_ns) {
-        doorbell_ = doorbell;
-        look_away_ns_ = look_away_ns;
-    }
+    void share_core(Doorbell *doorbell) { doorbell_ = doorbell; }
     void progress() { progressed_ = true; }
     bool interrupted() const { return interruption_->asked(); }
 
@@ -113,7 +110,6 @@ class Block {
     uint32_t yields_ = 0;
     Doorbell *doorbell_ = nullptr;  // nullptr: there is a core for each thread, so waits keep theirs
     uint32_t rings_ = 0;            // of the doorbell, before this round
-    uint64_t look_away_ns_ = 0;     // at most
     uint32_t idle_rounds_ = 0;
     Interruption *interruption_ = nullptr;
     const std::function<void()> *body_ = nullptr;

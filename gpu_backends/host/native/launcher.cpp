@@ -45,7 +45,7 @@ bool Launcher::launch(const Kernel &kernel, const void *parameters, uint32_t num
     const std::function<void()> body = [&] { kernel.run(parameters); };
     while (blocks_.size() < num_blocks) {
         blocks_.push_back(std::make_unique<Block>(static_cast<uint32_t>(blocks_.size()), num_lanes_));
-        if (look_away_ns_ != 0) blocks_.back()->share_core(&doorbell_, look_away_ns_);
+        if (crowded_) blocks_.back()->share_core(&doorbell_);
     }
     // Before any block is handed to a thread: this may throw.
     for (uint32_t i = 0; i < num_blocks; ++i) blocks_[i]->take_shape(num_blocks, num_warps, shared_bytes);

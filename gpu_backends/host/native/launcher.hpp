@@ -27,10 +27,10 @@ class Launcher {
     bool launch(const Kernel &kernel, const void *parameters, uint32_t num_blocks, uint32_t num_warps,
                 size_t shared_bytes, const std::function<bool()> &interrupted);
 
-    // Launches from now on give their cores away where they wait, until the doorbell rings, for so long at most.
+    // Launches from now on give their cores away where they wait, until the doorbell rings or 50 us have passed.
     // Call it before the first launch.
-    Doorbell *share_cores(uint64_t look_away_ns) {
-        look_away_ns_ = look_away_ns;
+    Doorbell *share_cores() {
+        crowded_ = true;
         return &doorbell_;
     }
 
@@ -39,7 +39,7 @@ class Launcher {
 
     uint32_t num_lanes_;
     Doorbell doorbell_;
-    uint64_t look_away_ns_ = 0;  // 0: there is a core for each thread
+    bool crowded_ = false;
     std::mutex launching_;
     std::vector<std::unique_ptr<Block>> blocks_;
     std::mutex mutex_;

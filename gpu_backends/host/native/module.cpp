@@ -17,19 +17,12 @@ PYBIND11_MODULE(UCCL_EP_HOST_MODULE, module) {
         .def(py::init([] { return std::make_unique<Launcher>(UCCL_EP_HOST_LANES); }))
         .def(
             "share_cores",
-            [](Launcher &launcher, double look_away_s) {
-                if (!(look_away_s > 0 && look_away_s < 1)) {
-                    throw py::value_error("look_away_s must be above 0 and below 1 (seconds)");
-                }
+            [](Launcher &launcher) {
                 void (*const ring)(void *) = &Doorbell::ring;
-                return py::make_tuple(
-                    reinterpret_cast<uintptr_t>(ring),
-                    reinterpret_cast<uintptr_t>(launcher.share_cores(static_cast<uint64_t>(look_away_s * 1e9))));
+                return py::make_tuple(reinterpret_cast<uintptr_t>(ring),
+                                      reinterpret_cast<uintptr_t>(launcher.share_cores()));
             },
-            py::arg("look_away_s"),
-            "Waits give their core away from now on, for so long at most at a time; returns the function and argument "
-            "that "
-            "end them early.")
+            "Waits give their core away from now on; returns the function and argument that end them early.")
         .def(
             "launch",
             [](Launcher &launcher, const std::string &name, const std::string &parameters, uint32_t num_blocks,

@@ -126,8 +126,8 @@ class HostBackend(GpuBackend):
     def waiting_threads(self) -> int:
         return self._limits.max_blocks
 
-    def share_cores(self, look_away_s: float) -> tuple[int, int] | None:
-        function, argument = self._launcher.share_cores(look_away_s)
+    def share_cores(self) -> tuple[int, int] | None:
+        function, argument = self._launcher.share_cores()
         return function, argument
 
     def allocate_data_window(self, nbytes: int, *, for_transport: bool, device_memory: bool) -> Window:
