@@ -73,8 +73,9 @@ int fab_send_message(fab_lane *lane, uint32_t rail, uint32_t peer, uint32_t kind
 }
 
 /* A message about a lost rail goes out as soon as there is room: without it the other side would hold its writes for good.
- * It goes over every rail that is left, since the other side may have given up any of them and not said so yet; one that
- * neither gives up delivers it, and to get it more than once does no harm. */
+ * It goes over every rail that is left, since the other side may have given up any of them and not said so yet, and to get
+ * it more than once does no harm. It may be lost all the same: a provider completes a message when a socket has taken it,
+ * and makes a connection that breaks afterwards again without a word. So the question is asked again (fab_ask_again). */
 void fab_owe(fab_lane *lane, uint32_t peer, uint32_t kind, uint32_t rail) {
     (kind == FAB_REVOKE ? lane->owed_revoke : lane->owed_revoked)[peer] |= (uint8_t)(1u << rail);
     lane->owes = true;
@@ -165,10 +166,13 @@ int fab_begin_connect(fab_context *context, uint32_t rank, uint32_t ranks, uint3
         fab_lane *lane = &context->lanes[l];
         lane->lost = calloc(ranks, 1);
         lane->revoking = calloc(ranks, 1);
+        lane->questions = calloc(ranks, sizeof *lane->questions);
+        lane->num_waiting = calloc(ranks, sizeof *lane->num_waiting);
         lane->owed_revoke = calloc(ranks, 1);
         lane->owed_revoked = calloc(ranks, 1);
         lane->greeted = calloc((size_t)ranks * FAB_MAX_RAILS, 1);
-        complete = complete && lane->lost && lane->revoking && lane->owed_revoke && lane->owed_revoked && lane->greeted;
+        complete = complete && lane->lost && lane->revoking && lane->questions && lane->num_waiting;
+        complete = complete && lane->owed_revoke && lane->owed_revoked && lane->greeted;
         for (uint32_t r = 0; r < lane->num_rails; r++) {
             lane->rails[r].remote = calloc(ranks, sizeof *lane->rails[r].remote);
             complete = complete && lane->rails[r].remote;

@@ -52,6 +52,7 @@ fab_context *fab_create(const fab_library *library, uint32_t lanes, uint32_t rai
         return NULL;
     }
     context->num_lanes = lanes;
+    context->revoke_ns = UINT64_C(5000000000);
     for (uint32_t i = 0; i < lanes; i++) {
         if (build_lane(context, &context->lanes[i], i)) {
             fab_close(context);
@@ -98,6 +99,7 @@ int fab_open_rail(fab_context *context, uint32_t rail, const fab_query *query, i
 }
 
 void fab_set_patience(fab_context *context, uint64_t nanoseconds) { context->patience_ns = nanoseconds; }
+void fab_set_revoke_limit(fab_context *context, uint64_t nanoseconds) { context->revoke_ns = nanoseconds; }
 void fab_set_delivery(fab_context *context, int always, int network) {
     context->write_flags = always ? FI_DELIVERY_COMPLETE : 0;
     context->network = network != 0;
@@ -160,6 +162,7 @@ void fab_close(fab_context *context) {
     if (!context) {
         return;
     }
+    bool any_retired = false;
     for (uint32_t l = 0; l < context->num_lanes; l++) {
         fab_lane *lane = &context->lanes[l];
         bool retired = false;
@@ -180,9 +183,12 @@ void fab_close(fab_context *context) {
         if (!retired) {
             free(lane->operations);
         }
+        any_retired = any_retired || retired;
         free(lane->done);
         free(lane->lost);
         free(lane->revoking);
+        free(lane->questions);
+        free(lane->num_waiting);
         free(lane->owed_revoke);
         free(lane->owed_revoked);
         free(lane->greeted);
@@ -196,6 +202,8 @@ void fab_close(fab_context *context) {
     free(context->watches);
     free((void *)context->dead);
     free(context->expected);
-    free(context->lanes);
+    if (!any_retired) { /* else receives that the provider has lie in it */
+        free(context->lanes);
+    }
     free(context);
 }

@@ -16,6 +16,7 @@ static void fab_report(fab_lane *lane, uint64_t token, uint32_t peer, int32_t st
 void fab_wait_to_post(fab_lane *lane, fab_operation *operation) {
     fab_queue *queue = operation->kind == FAB_SEND ? &lane->messages : &lane->waiting;
     operation->next = FAB_NONE;
+    lane->peers_waited += lane->num_waiting[operation->write.peer]++ == 0;
     if (queue->tail == FAB_NONE) {
         queue->head = operation->index;
     } else {
@@ -117,7 +118,7 @@ void fab_finish(fab_lane *lane, fab_operation *operation, int32_t status) {
 }
 
 /* Over its own rail, or where that is lost over another. */
-static ssize_t post_waiting(fab_lane *lane, fab_operation *operation, uint32_t full) {
+static ssize_t post_waiting(fab_lane *lane, fab_operation *operation) {
     if (operation->kind == FAB_SEND) {
         return fab_resend_message(lane, operation);
     }
@@ -130,22 +131,28 @@ static ssize_t post_waiting(fab_lane *lane, fab_operation *operation, uint32_t f
     if (operation->rail >= lane->num_rails) {
         return -FI_ENOTCONN;
     }
-    return full >> operation->rail & 1u ? -FI_EAGAIN : write_operation(lane, operation, &operation->write, false);
+    if (lane->rails[operation->rail].remote[peer].full_in == lane->pass) {
+        return -FI_EAGAIN;
+    }
+    return write_operation(lane, operation, &operation->write, false);
 }
 
 static void post_queue(fab_lane *lane, fab_queue *queue) {
     uint32_t open = 0, full = 0, previous = FAB_NONE;
     for (uint32_t r = 0; r < lane->num_rails; r++) {
-        open |= lane->rails[r].open ? 1u << r : 0;
+        open += lane->rails[r].open;
     }
-    for (uint32_t index = queue->head; index != FAB_NONE && (!open || (full & open) != open);) {
+    lane->pass++;
+    for (uint32_t index = queue->head; index != FAB_NONE && (!open || full < open * lane->peers_waited);) {
         fab_operation *operation = &lane->operations[index];
         const uint32_t peer = operation->write.peer;
-        const ssize_t status = post_waiting(lane, operation, full);
+        const ssize_t status = post_waiting(lane, operation);
         const uint32_t rail = operation->rail;
         if (status == -FI_EAGAIN) {
-            if (!(full >> rail & 1u)) {
-                full |= operation->kind == FAB_SEND ? 0 : 1u << rail;
+            fab_remote *remote = &lane->rails[rail].remote[peer];
+            if (remote->full_in != lane->pass) {
+                remote->full_in = lane->pass;
+                full++;
                 lane->statistics.again++;
                 fab_refused(lane, rail, peer);
             }
@@ -154,6 +161,7 @@ static void post_queue(fab_lane *lane, fab_queue *queue) {
             continue;
         }
         index = operation->next;
+        lane->peers_waited -= --lane->num_waiting[peer] == 0;
         if (previous == FAB_NONE) {
             queue->head = index;
         } else {
@@ -165,7 +173,7 @@ static void post_queue(fab_lane *lane, fab_queue *queue) {
         if (!status) {
             continue;
         }
-        const bool lost = rail < lane->num_rails && fab_is_peer_error((int)status);
+        const bool lost = rail < lane->num_rails && (fab_is_peer_error((int)status) || operation->kind == FAB_SEND);
         if (operation->kind == FAB_SEND) {
             fab_give(lane, operation);
         } else if (lost) {
@@ -181,7 +189,8 @@ static void post_queue(fab_lane *lane, fab_queue *queue) {
 
 /* Post what had to wait: messages, then immediates of striped writes, parts, writes moved from a lost rail. One whose rail
  * is full holds up nothing on other rails, and no message: the other side may have given up that rail, and the message that
- * says so to it, or that answers its own, may come behind. */
+ * says so to it, or that answers its own, may come behind. Nor does it hold up anything to other ranks: this one may have
+ * gone without a word. */
 void fab_post_waiting(fab_lane *lane) {
     post_queue(lane, &lane->messages);
     post_queue(lane, &lane->waiting);

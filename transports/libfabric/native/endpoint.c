@@ -51,12 +51,23 @@ static int activate(fab_rail *rail, struct fid_mr *mr) {
     return error ? error : fi_mr_enable(mr);
 }
 
-int fab_post_receive(fab_lane *lane, fab_rail *rail, uint32_t index) {
-    (void)lane;
+/* One that is refused for now is posted later: too few receives, and no message arrives any more. */
+int fab_post_receive(fab_rail *rail, uint32_t index) {
     fab_receive *receive = &rail->receives[index];
     receive->index = index;
-    return (int)fi_recv(rail->endpoint, &rail->messages[index], sizeof(fab_message),
-                        rail->message_mr ? fi_mr_desc(rail->message_mr) : NULL, FI_ADDR_UNSPEC, receive);
+    const int error = (int)fi_recv(rail->endpoint, &rail->messages[index], sizeof(fab_message),
+                                   rail->message_mr ? fi_mr_desc(rail->message_mr) : NULL, FI_ADDR_UNSPEC, receive);
+    const uint64_t bit = UINT64_C(1) << index;
+    rail->missing = error ? rail->missing | bit : rail->missing & ~bit;
+    return error;
+}
+
+void fab_post_missing(fab_rail *rail) {
+    for (uint32_t i = 0; i < FAB_RECEIVES && rail->missing; i++) {
+        if (rail->missing >> i & 1u && fab_post_receive(rail, i)) {
+            return;
+        }
+    }
 }
 
 static int open_queues(fab_context *context, fab_lane *lane, fab_rail *rail) {
@@ -66,7 +77,8 @@ static int open_queues(fab_context *context, fab_lane *lane, fab_rail *rail) {
     if (error) {
         return say(context, error, "a completion queue for writes", rail->info);
     }
-    attr.size = context->receive_depth + FAB_RECEIVES;
+    /* Over several rails a write may arrive twice, and only one of the two was given credit for. */
+    attr.size = (context->num_rails > 1 ? 2 : 1) * (size_t)context->receive_depth + FAB_RECEIVES;
     error = fi_cq_open(rail->domain, &attr, &rail->rx_cq, NULL);
     return error ? say(context, error, "a completion queue for arrivals", rail->info) : 0;
 }
@@ -126,7 +138,7 @@ int fab_rail_open(fab_context *context, fab_lane *lane, fab_rail *rail, const st
         return say(context, error, "registering control messages", info);
     }
     for (uint32_t i = 0; i < FAB_RECEIVES; i++) {
-        error = fab_post_receive(lane, rail, i);
+        error = fab_post_receive(rail, i);
         if (error) {
             return say(context, error, "posting a receive", info);
         }

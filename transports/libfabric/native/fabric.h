@@ -36,7 +36,7 @@
 #define FAB_MAX_LANES 64u
 #define FAB_MAX_RAILS 8u
 #define FAB_MAX_REGIONS 8u
-#define FAB_RECEIVES 64u  /* control receives posted on each endpoint */
+#define FAB_RECEIVES 64u  /* control receives posted on each endpoint, no more than `missing` has bits */
 #define FAB_CQ_BATCH 32u  /* entries read from a completion queue at once */
 #define FAB_NONE UINT32_MAX
 
@@ -116,6 +116,7 @@ typedef struct fab_remote {
     fi_addr_t address;
     uint32_t regions;
     uint32_t pending;       /* writes that the provider has, towards this peer on this rail */
+    uint32_t full_in;       /* the pass over what waits in which the provider took nothing for this peer */
     uint64_t refused_since; /* when the provider began to refuse writes, 0: it does not */
 } fab_remote;
 
@@ -135,6 +136,7 @@ typedef struct fab_rail {
     struct fid_mr *message_mr;
     fab_message *messages; /* receives first, then one per operation that may be a send */
     fab_receive receives[FAB_RECEIVES];
+    uint64_t missing; /* bit i set: receive i is to be posted again */
     uint64_t outstanding_bytes;
     uint32_t outstanding; /* writes that the provider has */
     bool virtual_address;
@@ -153,6 +155,10 @@ typedef struct fab_stash {
     uint64_t first, count, capacity;
 } fab_stash;
 
+typedef struct fab_question {
+    uint64_t since_ns, next_ns, pause_ns;
+} fab_question;
+
 typedef struct fab_lane {
     struct fab_context *context;
     uint32_t index;
@@ -163,12 +169,19 @@ typedef struct fab_lane {
     uint32_t free_head;
     uint32_t in_flight; /* writes accepted and not yet reported */
     fab_queue messages, waiting; /* the second: parts, immediates of striped writes, writes moved from a lost rail */
+    uint32_t *num_waiting; /* [rank]: operations to it in either */
+    uint32_t peers_waited; /* ranks with any */
+    uint32_t pass;         /* over either */
+    uint32_t first_rail;   /* arrivals are read from this one first */
     uccl_ep_completion *done; /* ring of completions made here, not by a queue */
     uint32_t done_first, done_count;
     uint8_t *lost;     /* [rank]: bit r set: rail r to that rank is gone */
     uint8_t *revoking; /* [rank]: bit r set: waiting for that rank's FAB_REVOKED */
+    fab_question *questions; /* [rank]: since when, and when to ask again */
+    bool asks;         /* any bit of `revoking` may be set */
     uint8_t *owed_revoke, *owed_revoked; /* [rank]: bit r set: that message about rail r is still to be sent */
     bool owes;         /* any of these bits is set */
+    int broken;        /* negative errno of an arrival queue that cannot be read any more */
     uint8_t *greeted;  /* [rank * rails + rail]: fab_greeting bits */
     uint32_t deaths_seen;
     _Atomic uint32_t break_request; /* bit r set: close rail r at the next poll (tests) */
@@ -191,6 +204,7 @@ struct fab_context {
     uint32_t send_depth, receive_depth;
     uint64_t stripe_bytes, max_message;
     uint64_t patience_ns;
+    uint64_t revoke_ns;   /* a peer answers FAB_REVOKE in this time, or counts as dead */
     uint64_t write_flags; /* of every write: FI_DELIVERY_COMPLETE or 0 */
     bool network;         /* the provider reaches other machines */
     uint32_t rank, num_ranks;
@@ -255,7 +269,8 @@ struct fi_info *fab_ask(const fab_library *library, const fab_query *query, int 
 int fab_rail_open(fab_context *context, fab_lane *lane, fab_rail *rail, const struct fi_info *info);
 void fab_rail_close(fab_rail *rail);
 void fab_rail_revoke(fab_rail *rail);
-int fab_post_receive(fab_lane *lane, fab_rail *rail, uint32_t index);
+int fab_post_receive(fab_rail *rail, uint32_t index);
+void fab_post_missing(fab_rail *rail);
 
 /* data.c */
 void fab_wait_to_post(fab_lane *lane, fab_operation *operation);
@@ -296,5 +311,6 @@ void fab_lose_rail(fab_lane *lane, uint32_t rail, uint32_t peer, int error, cons
 void fab_refused(fab_lane *lane, uint32_t rail, uint32_t peer);
 void fab_shut_rail(fab_lane *lane, uint32_t rail, const char *words);
 void fab_revoked(fab_lane *lane, uint32_t rail, uint32_t peer);
+void fab_ask_again(fab_lane *lane);
 
 #endif /* UCCL_EP_LIBFABRIC_FABRIC_H */

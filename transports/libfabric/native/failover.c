@@ -19,6 +19,7 @@
 #include "fabric.h"
 
 enum { kQuietCalls = 64 };
+static const uint64_t kFirstPauseNs = 20000000; /* before a question is asked again; doubled each time */
 
 /* Errors that speak of the peer or the path, not of what we asked for. */
 bool fab_is_peer_error(int error) {
@@ -130,7 +131,10 @@ void fab_lose_rail(fab_lane *lane, uint32_t rail, uint32_t peer, int error, cons
         fab_bury(lane->context, peer);
         release_held(lane, rail, peer, -FI_ENOTCONN);
     } else if (first) {
+        const uint64_t now = fab_now_ns();
         lane->revoking[peer] |= bit;
+        lane->questions[peer] = (fab_question){now, now + kFirstPauseNs, kFirstPauseNs};
+        lane->asks = true;
         fab_owe(lane, peer, FAB_REVOKE, rail);
     } else if (!(lane->revoking[peer] & bit)) {
         release_held(lane, rail, peer, 0);
@@ -159,11 +163,13 @@ void fab_refused(fab_lane *lane, uint32_t rail_index, uint32_t peer) {
 }
 
 /* Take in what has landed. A provider may need several calls before it shows an immediate whose write it
- * has already acknowledged, hence the quiet ones. The bound is that of the library's credits and no time: a
- * thread that has lost its core for so long would leave arrivals behind for good. */
+ * has already acknowledged, hence the quiet ones; where writes land in our calls, up to the last one, they show in the
+ * call that lands them. The bound is that of the library's credits and no time: a thread that has lost its core for so
+ * long would leave arrivals behind for good. */
 static void drain(fab_lane *lane, uint32_t rail) {
     uint64_t taken = 0;
-    for (uint32_t quiet = 0; quiet < kQuietCalls && taken <= lane->context->receive_depth; quiet++) {
+    const uint64_t most = 2 * (uint64_t)lane->context->receive_depth; /* what was moved here may be there twice */
+    for (uint32_t quiet = 0; quiet < kQuietCalls && taken <= most; quiet++) {
         uccl_ep_arrival arrivals[FAB_CQ_BATCH];
         const uint64_t count = fab_read_arrivals(lane, rail, arrivals, FAB_CQ_BATCH);
         for (uint64_t i = 0; i < count; i++) {
@@ -207,6 +213,33 @@ void fab_shut_rail(fab_lane *lane, uint32_t rail_index, const char *words) {
 void fab_revoked(fab_lane *lane, uint32_t rail, uint32_t peer) {
     lane->revoking[peer] &= (uint8_t)~(1u << rail);
     release_held(lane, rail, peer, 0);
+}
+
+/* Until it is answered: a message can be lost, and the answer too. Where no answer comes there is no way left that both
+ * sides use, or the peer is gone without a word. */
+void fab_ask_again(fab_lane *lane) {
+    const uint64_t now = fab_now_ns();
+    lane->asks = false;
+    for (uint32_t peer = 0; peer < lane->context->num_ranks; peer++) {
+        fab_question *question = &lane->questions[peer];
+        const uint8_t open = lane->revoking[peer];
+        if (!open || atomic_load_explicit(&lane->context->dead[peer], memory_order_relaxed)) {
+            continue;
+        }
+        lane->asks = true;
+        if (now - question->since_ns > lane->context->revoke_ns) {
+            snprintf(lane->error, sizeof lane->error,
+                     "rank %u did not say within %.3g s that it gave up rail %d of lane %u: it is gone, or no rail is "
+                     "left that both ranks use",
+                     peer, (double)lane->context->revoke_ns * 1e-9, __builtin_ctz(open), lane->index);
+            fab_bury(lane->context, peer);
+        } else if (now >= question->next_ns) {
+            question->pause_ns *= 2;
+            question->next_ns = now + question->pause_ns;
+            lane->owed_revoke[peer] |= open;
+            lane->owes = true;
+        }
+    }
 }
 
 void fab_break_rail(fab_context *context, uint32_t lane, uint32_t rail) {

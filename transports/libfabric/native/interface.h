@@ -111,6 +111,8 @@ fab_context *fab_create(const fab_library *library, uint32_t lanes, uint32_t rai
 void fab_set_delivery(fab_context *context, int always, int network);
 /* Take a connection for lost when the provider refuses writes this long though nothing is in flight; 0: never. */
 void fab_set_patience(fab_context *context, uint64_t nanoseconds);
+/* A peer that does not say within this time that it gave up a failed rail counts as dead. */
+void fab_set_revoke_limit(fab_context *context, uint64_t nanoseconds);
 /* Open rail `rail` of every lane on answer number `choice` of `query`. 0, or a negative errno and fab_words. */
 int fab_open_rail(fab_context *context, uint32_t rail, const fab_query *query, int choice);
 /* Words about the last failure of a set-up function. */

@@ -31,10 +31,11 @@ static void take_error(fab_lane *lane, uint32_t rail_index, struct fid_cq *queue
     char words[160];
     snprintf(words, sizeof words, "%s (%s)", fab_error_text(lane->context->library, error), detail ? detail : "");
     if (!sending) {
-        /* A receive that ended with its connection. It is posted again: other peers still send here. */
+        /* A receive that ended with its connection. It is posted again, since other peers still send here, but not in
+         * this call, which would never return where it fails at once. */
         fab_receive *receive = entry.op_context;
-        if (receive && rail->open && receive >= rail->receives && receive < rail->receives + FAB_RECEIVES) {
-            fab_post_receive(lane, rail, receive->index);
+        if (receive && receive >= rail->receives && receive < rail->receives + FAB_RECEIVES) {
+            rail->missing |= UINT64_C(1) << receive->index;
         }
         return;
     }
@@ -53,7 +54,10 @@ static void take_error(fab_lane *lane, uint32_t rail_index, struct fid_cq *queue
         return;
     }
     const uint32_t peer = operation->write.peer;
-    if (fab_is_peer_error(error)) {
+    /* Over several rails each error is one of the rail: the peer may have taken its memory off it, and what that looks
+     * like differs (EFA: FI_EINVAL). What is wrong with the write itself shows on every rail, and ends with the last. A
+     * message is never wrong in itself, and without it the other side would wait. */
+    if (fab_is_peer_error(error) || lane->num_rails > 1 || operation->kind == FAB_SEND) {
         if (operation->kind == FAB_SEND) {
             fab_give(lane, operation);
         } else {
@@ -77,6 +81,9 @@ int64_t fab_poll_completions(void *opaque, uint32_t lane_index, uccl_ep_completi
         fab_forget_dead(lane);
     }
     uint64_t count = lane->done_count ? take_done(lane, out, capacity) : 0;
+    if (lane->asks) {
+        fab_ask_again(lane);
+    }
     if (lane->owes) {
         fab_pay(lane);
     }
@@ -103,9 +110,10 @@ int64_t fab_poll_completions(void *opaque, uint32_t lane_index, uccl_ep_completi
             }
             if (got <= 0) {
                 if (got != 0 && got != -FI_EAGAIN) {
-                    snprintf(lane->error, sizeof lane->error, "rail %u: its completion queue broke: %s", r,
+                    char words[128];
+                    snprintf(words, sizeof words, "its completion queue broke: %s",
                              fab_error_text(context->library, (int)got));
-                    return count ? (int64_t)count : (int64_t)got;
+                    fab_shut_rail(lane, r, words); /* what it has completed is sent again over another */
                 }
                 break;
             }
@@ -178,6 +186,9 @@ static uint64_t take_stash(fab_stash *stash, uccl_ep_arrival *out, uint64_t capa
 uint64_t fab_read_arrivals(fab_lane *lane, uint32_t rail_index, uccl_ep_arrival *out, uint64_t capacity) {
     fab_rail *rail = &lane->rails[rail_index];
     uint64_t count = 0;
+    if (rail->missing && rail->open) {
+        fab_post_missing(rail);
+    }
     while (rail->open && count < capacity) {
         struct fi_cq_data_entry entries[FAB_CQ_BATCH];
         const uint64_t room = capacity - count < FAB_CQ_BATCH ? capacity - count : FAB_CQ_BATCH;
@@ -188,8 +199,10 @@ uint64_t fab_read_arrivals(fab_lane *lane, uint32_t rail_index, uccl_ep_arrival 
         }
         if (got <= 0) {
             if (got != 0 && got != -FI_EAGAIN) {
+                /* Its senders take for arrived what lies in there and nobody will ever read: that is the end. */
                 snprintf(lane->error, sizeof lane->error, "rail %u: its arrival queue broke: %s", rail_index,
                          fab_error_text(lane->context->library, (int)got));
+                lane->broken = (int)got;
             }
             break;
         }
@@ -198,12 +211,12 @@ uint64_t fab_read_arrivals(fab_lane *lane, uint32_t rail_index, uccl_ep_arrival 
             if (entries[i].flags & FI_REMOTE_CQ_DATA) {
                 out[count++] = (uccl_ep_arrival){entries[i].data & UINT32_MAX, UCCL_EP_PEER_UNKNOWN, 0};
                 if (rail->receive_data && receive && rail->open) {
-                    fab_post_receive(lane, rail, receive->index);
+                    fab_post_receive(rail, receive->index);
                 }
             } else if ((entries[i].flags & FI_RECV) && receive) {
                 const fab_message message = rail->messages[receive->index];
                 if (rail->open) {
-                    fab_post_receive(lane, rail, receive->index);
+                    fab_post_receive(rail, receive->index);
                 }
                 if (fab_handle_message(lane, &message)) {
                     out[count++] = (uccl_ep_arrival){message.argument, UCCL_EP_PEER_UNKNOWN, 0};
@@ -221,9 +234,13 @@ int64_t fab_poll_arrivals(void *opaque, uint32_t lane_index, uccl_ep_arrival *ou
     fab_context *context = opaque;
     fab_lane *lane = &context->lanes[lane_index];
     uint64_t count = lane->stash.count ? take_stash(&lane->stash, out, capacity) : 0;
-    for (uint32_t r = 0; r < lane->num_rails && count < capacity; r++) {
-        count += fab_read_arrivals(lane, r, out + count, capacity - count);
+    /* In turn, so that a rail with ever more arrivals keeps no copy of a moved write waiting in another's queue until its
+     * number is used again. */
+    for (uint32_t i = 0; i < lane->num_rails && count < capacity; i++) {
+        const uint32_t rail = lane->first_rail;
+        lane->first_rail = rail + 1 < lane->num_rails ? rail + 1 : 0;
+        count += fab_read_arrivals(lane, rail, out + count, capacity - count);
     }
     lane->statistics.arrived += count;
-    return (int64_t)count;
+    return count || !lane->broken ? (int64_t)count : lane->broken;
 }

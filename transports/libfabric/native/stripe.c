@@ -12,7 +12,7 @@ uint32_t fab_living_rails(const fab_lane *lane, uint32_t peer) {
 /* Cut a large write over the rails; false where the pool has no room now. Parts start at multiples of
  * 4096 bytes of the write, so that no two rails write into one page. */
 bool fab_stripe(fab_lane *lane, const uccl_ep_write *write, uint32_t rails) {
-    uint64_t part = (write->bytes / rails + 4095u) & ~UINT64_C(4095);
+    const uint64_t part = ((write->bytes + rails - 1) / rails + 4095u) & ~UINT64_C(4095);
     fab_operation *parent = fab_take(lane);
     if (!parent) {
         return false;

@@ -105,6 +105,7 @@ class LibfabricTransport(Transport):
         several = len(self._choice.rails) > 1
         reaches_others = self._capabilities.peer_failure != "none"
         module.lib.fab_set_delivery(context, several and self._capabilities.delivery_complete, reaches_others)
+        module.lib.fab_set_revoke_limit(context, int(options["revoke_timeout_s"] * 1e9))
         for rail, answer in enumerate(self._choice.rails):
             code = module.lib.fab_open_rail(context, rail, answer.query, answer.index)
             if code:
