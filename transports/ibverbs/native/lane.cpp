@@ -187,13 +187,13 @@ void Lane::ring_doorbells() {
         add_fences(*pair);
         pair->tail->send_flags |= IBV_SEND_SIGNALED;
         ibv_send_wr *refused = nullptr;
+        const uint64_t first = pair->settled + ((pair->head->wr_id - pair->settled) & kNumberMask);
         const int error = ibv_post_send(pair->queue_pair, pair->head, &refused);
         pair->head = pair->tail = nullptr;
-        pair->taken = pair->posted;
+        // Of a chain that was refused in the middle the last one, which alone is signalled, is missing: what the device
+        // took of it and carried out before the queue pair was in error comes back never.
+        pair->taken = error == 0 ? pair->posted : first;
         ++statistics_.doorbells;
-        if (error != 0 && refused != nullptr) {
-            pair->taken = pair->settled + ((refused->wr_id - pair->settled) & kNumberMask);
-        }
         if (error != 0) break_pair(*pair, pair->settled, -EIO, describe_post(error, place_of(*pair)));
     }
     statistics_.requests += used_;

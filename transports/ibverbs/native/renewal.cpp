@@ -118,7 +118,7 @@ void Lane::look_after(Pair &pair) {
             }
             return;
         case Stage::kBroken:
-            if (pair.final || pair.receives != 0 || pair.returned != pair.taken) return;
+            if (pair.final || pair.receives != 0 || pair.returned < pair.taken) return;
             if (pass_on(pair, Stage::kBroken, Stage::kDrained)) wake();
             return;
         case Stage::kDrained:
