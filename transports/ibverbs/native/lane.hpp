@@ -103,18 +103,18 @@ class Lane {
         std::vector<Entry> entries;  // ring, a power of two long
         uint64_t posted = 0;         // work requests, ever
         uint64_t settled = 0;
-        uint64_t taken = 0;          // work requests that come back for certain
-        uint64_t returned = 0;  // all below this number have completed, with or without an error
-        uint32_t consumed = 0;  // receives used up since the last refill
-        uint32_t receives = 0;  // receives that the device holds
-        uint32_t early_tag = 0;  // of a queue pair that is not in use yet, or never was:
-        uint32_t early = 0;  // receives that it has returned with an error
-        bool broken = false;  // nothing is sent
-        bool open = true;  // the queue pair may be used; it is before `broken` ends, to receive
-        bool owes = false;  // an error was reported, so the caller must ask for a new generation
-        bool again = false;  // the new queue pair broke before it was used
-        bool final = false;  // never replaced
-        std::string words;  // why it broke
+        uint64_t taken = 0;          // work requests that come back for certain, each with a completion or behind one
+        uint64_t returned = 0;       // all below this number have completed, with or without an error
+        uint32_t consumed = 0;       // receives used up since the last refill
+        uint32_t receives = 0;       // receives that the device holds
+        uint32_t early_tag = 0;      // of a queue pair that is not in use yet, or never was:
+        uint32_t early = 0;          // receives that it has returned with an error
+        bool broken = false;         // nothing is sent
+        bool open = true;            // the queue pair may be used; it is before `broken` ends, to receive
+        bool owes = false;           // an error was reported, so the caller must ask for a new generation
+        bool again = false;          // the new queue pair broke before it was used
+        bool final = false;          // never replaced
+        std::string words;           // why it broke
         std::unique_ptr<Handover> handover;
         // The chain under construction.
         ibv_send_wr *head = nullptr;
@@ -167,7 +167,7 @@ class Lane {
     bool watching_ = false;  // some pair has a watch
     uint64_t under_way_ = 0;  // pairs that are being replaced
     std::atomic<bool> attention_{false};  // a pair's handover has news
-    std::atomic<bool> ended_{false};  // no queue pair is replaced any more
+    std::atomic<bool> ended_{false};      // no queue pair is replaced any more
     std::vector<uccl_ep_arrival> arrived_;  // found while draining, handed out by the next poll_arrivals
 
     // Scratch of one round of posting.
