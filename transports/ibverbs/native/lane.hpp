@@ -103,7 +103,7 @@ class Lane {
         std::vector<Entry> entries;  // ring, a power of two long
         uint64_t posted = 0;         // work requests, ever
         uint64_t settled = 0;
-        uint64_t taken = 0;          // work requests that come back for certain, each with a completion or behind one
+        uint64_t taken = 0;          // work requests that come back for certain: not those of a chain refused midway
         uint64_t returned = 0;       // all below this number have completed, with or without an error
         uint32_t consumed = 0;       // receives used up since the last refill
         uint32_t receives = 0;       // receives that the device holds
