@@ -52,7 +52,7 @@ fab_context *fab_create(const fab_library *library, uint32_t lanes, uint32_t rai
         return NULL;
     }
     context->num_lanes = lanes;
-    context->revoke_ns = UINT64_C(5000000000);
+    context->revoke_ns = UINT64_C(30000000000);
     for (uint32_t i = 0; i < lanes; i++) {
         if (build_lane(context, &context->lanes[i], i)) {
             fab_close(context);

@@ -19,7 +19,7 @@ OPTIONS = {
         0.5, "seconds a connection that broke with nothing in flight may take to come back; 0: for ever", minimum=0.0
     ),
     "revoke_timeout_s": Option(
-        5.0, "seconds in which a peer says that it gave up a rail that failed, else it counts as dead", minimum=0.001
+        30.0, "seconds in which a peer says that it gave up a rail that failed, else it counts as dead", minimum=0.001
     ),
     "gpu_memory": Option("auto", "register GPU memory, or stage in host memory", choices=("auto", "staged")),
 }
