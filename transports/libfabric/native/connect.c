@@ -40,18 +40,10 @@ ssize_t fab_send_immediate(fab_lane *lane, fab_operation *operation, const uccl_
     return send_message(lane, operation, write->peer, FAB_IMMEDIATE, (uint32_t)write->immediate, FI_DELIVERY_COMPLETE);
 }
 
-ssize_t fab_resend_message(fab_lane *lane, fab_operation *operation) {
-    const uint32_t peer = operation->write.peer;
-    if (operation->rail >= lane->num_rails || !lane->rails[operation->rail].open ||
-        (lane->lost[peer] & (1u << operation->rail))) {
-        const uint32_t other = fab_choose_rail(lane, peer);
-        operation->rail = (uint8_t)(other == FAB_NONE ? FAB_MAX_RAILS : other);
-    }
-    if (operation->rail >= lane->num_rails) {
-        return -FI_ENOTCONN;
-    }
+ssize_t fab_post_message(fab_lane *lane, fab_operation *operation) {
+    const uccl_ep_write *write = &operation->write;
     const ssize_t status =
-        send_message(lane, operation, peer, (uint32_t)operation->write.token, (uint32_t)operation->write.immediate, 0);
+        send_message(lane, operation, write->peer, (uint32_t)write->token, (uint32_t)write->immediate, 0);
     operation->posted = status == 0;
     return status;
 }
@@ -87,8 +79,7 @@ static void pay(fab_lane *lane, uint32_t peer, uint32_t kind, uint8_t *owed) {
             continue;
         }
         for (uint32_t way = 0; way < lane->num_rails; way++) {
-            const bool open = lane->rails[way].open && !(lane->lost[peer] & (1u << way));
-            if (open && fab_send_message(lane, way, peer, kind, r)) {
+            if (fab_is_way(lane, way, peer) && fab_send_message(lane, way, peer, kind, r)) {
                 lane->owes = true; /* the pool is empty: all of it later */
                 return;
             }

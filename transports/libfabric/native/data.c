@@ -32,7 +32,7 @@ uint32_t fab_choose_rail(const fab_lane *lane, uint32_t peer) {
     uint32_t best = FAB_NONE;
     for (uint32_t r = 0; r < lane->num_rails; r++) {
         const fab_rail *rail = &lane->rails[r];
-        if (rail->open && !(lane->lost[peer] & (1u << r)) &&
+        if (fab_is_way(lane, r, peer) &&
             (best == FAB_NONE || rail->outstanding_bytes < lane->rails[best].outstanding_bytes)) {
             best = r;
         }
@@ -119,17 +119,16 @@ void fab_finish(fab_lane *lane, fab_operation *operation, int32_t status) {
 
 /* Over its own rail, or where that is lost over another. */
 static ssize_t post_waiting(fab_lane *lane, fab_operation *operation) {
-    if (operation->kind == FAB_SEND) {
-        return fab_resend_message(lane, operation);
-    }
     const uint32_t peer = operation->write.peer;
-    if (operation->rail >= lane->num_rails || (lane->lost[peer] & (1u << operation->rail)) ||
-        !lane->rails[operation->rail].open) {
+    if (!fab_is_way(lane, operation->rail, peer)) {
         const uint32_t rail = fab_choose_rail(lane, peer);
         operation->rail = (uint8_t)(rail == FAB_NONE ? FAB_MAX_RAILS : rail);
     }
     if (operation->rail >= lane->num_rails) {
         return -FI_ENOTCONN;
+    }
+    if (operation->kind == FAB_SEND) {
+        return fab_post_message(lane, operation);
     }
     if (lane->rails[operation->rail].remote[peer].full_in == lane->pass) {
         return -FI_EAGAIN;

@@ -221,6 +221,11 @@ static inline uint64_t fab_remote_address(const fab_rail *rail, const fab_remote
     return rail->virtual_address ? remote->base[region] + offset : offset;
 }
 
+/* Whether this rank and, for all that it knows, the peer still use a rail of this lane. */
+static inline bool fab_is_way(const fab_lane *lane, uint32_t rail, uint32_t peer) {
+    return rail < lane->num_rails && lane->rails[rail].open && !(lane->lost[peer] & (1u << rail));
+}
+
 static inline bool fab_has_waiting(const fab_lane *lane) {
     return lane->messages.head != FAB_NONE || lane->waiting.head != FAB_NONE;
 }
@@ -298,7 +303,7 @@ bool fab_handle_message(fab_lane *lane, const fab_message *message);
 ssize_t fab_send_immediate(fab_lane *lane, fab_operation *operation, const uccl_ep_write *write);
 void fab_message_sent(fab_lane *lane, fab_operation *operation);
 int fab_send_message(fab_lane *lane, uint32_t rail, uint32_t peer, uint32_t kind, uint32_t argument);
-ssize_t fab_resend_message(fab_lane *lane, fab_operation *operation);
+ssize_t fab_post_message(fab_lane *lane, fab_operation *operation);
 void fab_owe(fab_lane *lane, uint32_t peer, uint32_t kind, uint32_t rail);
 void fab_pay(fab_lane *lane);
 

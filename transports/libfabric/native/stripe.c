@@ -4,7 +4,7 @@
 uint32_t fab_living_rails(const fab_lane *lane, uint32_t peer) {
     uint32_t count = 0;
     for (uint32_t r = 0; r < lane->num_rails; r++) {
-        count += lane->rails[r].open && !(lane->lost[peer] & (1u << r));
+        count += fab_is_way(lane, r, peer);
     }
     return count;
 }
@@ -48,8 +48,7 @@ bool fab_stripe(fab_lane *lane, const uccl_ep_write *write, uint32_t rails) {
     while (first != FAB_NONE) {
         fab_operation *chunk = &lane->operations[first];
         first = chunk->next;
-        while (!lane->rails[rail % lane->num_rails].open ||
-               (lane->lost[write->peer] & (1u << rail % lane->num_rails))) {
+        while (!fab_is_way(lane, rail % lane->num_rails, write->peer)) {
             rail++;
         }
         chunk->rail = (uint8_t)(rail++ % lane->num_rails);
