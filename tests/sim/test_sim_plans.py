@@ -136,28 +136,42 @@ def test_a_reported_loss_is_an_error_never_a_wrong_result(pool: RankPool, profil
     assert len({result["rank"] for result in results}) == 1, f"ranks blame different culprits: {results}"
 
 
-@pytest.mark.parametrize("profile", ["rc", "srd", "iwarp"])
-def test_a_lane_that_breaks_is_renewed_and_no_late_copy_lands_on_new_data(pool: RankPool, profile: str) -> None:
+def _break_lanes(pool: RankPool, profile: str, seed: int) -> None:
     """What was under way fails, part of it lands all the same, the rest is revoked; all is posted again."""
-    options = sim(profile, seed=3, break_every=25, delay=30.0)
+    options = sim(profile, seed=seed, break_every=25, delay=30.0)
     results = pool.run(
-        sim_cases.every_feature, ranks=3, domain=1, options=options, arguments={"seed": 4}, timeout_s=120
+        sim_cases.every_feature, ranks=3, domain=1, options=options, arguments={"seed": seed + 1}, timeout_s=120
     )
     for result in results:
         engine, device = result["engine"], result["sim"]
         # The last break may still wait for its renewal.
         assert engine["lane_generations"] > 0 and 0 <= device["breaks"] - engine["lane_generations"] <= 2, result
         assert engine["retried"] > 0
-        assert device["revoked"] > 0
         assert device["source_changed"] == 0
         if profile in ("rc", "bnxt"):
             assert emulated(engine) == {}
-    assert sum(result["sim"]["late_copies"] for result in results) > 0, "nothing landed after its error: no attack"
+
+    def of_all(half: str, counter: str) -> int:
+        return sum(result[half][counter] for result in results)
+
+    # At each break a draw says what lands, so of so many breaks one has each fate, however slow the machine is.
+    assert of_all("sim", "revoked") > 0, "all that failed landed: no attack"
+    assert of_all("sim", "late_copies") > 0, "nothing landed after its error: no attack"
     if profile == "srd":
-        copies = sum(
-            result["engine"]["emulated_duplicates"] + result["engine"]["emulated_closed"] for result in results
-        )
+        copies = of_all("engine", "emulated_duplicates") + of_all("engine", "emulated_closed")
         assert copies > 0, "nothing arrived twice: no attack"
+
+
+@pytest.mark.parametrize("profile", ["rc", "srd", "iwarp"])
+def test_a_lane_that_breaks_is_renewed_and_no_late_copy_lands_on_new_data(pool: RankPool, profile: str) -> None:
+    _break_lanes(pool, profile, seed=3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(200, 250))
+@pytest.mark.parametrize("profile", ["rc", "srd", "iwarp"])
+def test_lanes_that_break_under_50_seeds(pool: RankPool, profile: str, seed: int) -> None:
+    _break_lanes(pool, profile, seed)
 
 
 def test_a_lane_that_breaks_again_and_again_ends_the_group(pool: RankPool) -> None:

@@ -100,9 +100,11 @@ enum Purpose : uint32_t {
     kRefuse = 8,
     kTie = 9,
     kArrivalOf = 10,
+    kFate = 11,          // whether a piece lands that failed with its lane
     kSegmentDelay = 32,  // and following: one for each segment
     kSegmentTie = 96,
     kSegmentCut = 160,
+    kFateOfPeer = 1u << 16,  // and following: one for each rank
 };
 
 inline constexpr uint32_t kMaxSegments = 16;

@@ -26,7 +26,8 @@ Lane::Lane(Simulator &owner, uint32_t index, Bounce bounce)
       bounce_(std::move(bounce)),
       last_due_(owner.num_ranks_, 0),
       inflight_bytes_(owner.num_ranks_, 0),
-      last_placed_(owner.num_ranks_, 0) {}
+      last_placed_(owner.num_ranks_, 0),
+      lost_from_(owner.num_ranks_, 0) {}
 
 uint64_t Lane::now() const {
     if (!faults_.microseconds) return ticks_;
@@ -170,7 +171,7 @@ void Lane::schedule(uint32_t index, const Draw &draw) {
         events_.push({now(), flight.number, Event::kComplete, index, 0, 0, true});
         return;
     }
-    const uint32_t peer = flight.is_signal ? flight.signal.peer : flight.write.peer;
+    const uint32_t peer = flight.peer();
     uint64_t delay = draw.time(kDelayOf, faults_.distribution, faults_.delay);
     uint64_t losses = 0;
     while (losses < kMaxLosses && draw.chance(kLosses + static_cast<uint32_t>(losses) * 256, faults_.drop)) ++losses;
@@ -206,7 +207,7 @@ void Lane::schedule(uint32_t index, const Draw &draw) {
 }
 
 // All that is under way and was not reported yet fails at once, as when a queue pair goes into its error state;
-// but its bytes are in the network still, and land at their time unless the lane is renewed before.
+// but its bytes are in the network still: some of them land all the same, before the lane is renewed.
 void Lane::maybe_break() {
     if (faults_.break_every == 0 || down_ || number_ % faults_.break_every != 0) return;
     down_ = true;
@@ -217,29 +218,49 @@ void Lane::maybe_break() {
     std::vector<uint64_t> vouched(owner_.num_ranks_, 0);  // operations, from the lane's first
     for (const Flight &flight : flights_) {
         if (!faults_.ordered || !flight.live || !flight.completed) continue;
-        uint64_t &until = vouched[flight.is_signal ? flight.signal.peer : flight.write.peer];
-        until = std::max(until, flight.number + 1);
+        vouched[flight.peer()] = std::max(vouched[flight.peer()], flight.number + 1);
     }
+    std::vector<std::vector<uint64_t>> failed(owner_.num_ranks_);  // operations, by peer
     for (uint32_t index = 0; index < flights_.size(); ++index) {
         Flight &flight = flights_[index];
         if (!flight.live || flight.completed || flight.unplaced == 0) continue;
         if (flight.early && !faults_.ordered) continue;
-        if (flight.number < vouched[flight.is_signal ? flight.signal.peer : flight.write.peer]) continue;
+        if (flight.number < vouched[flight.peer()]) continue;
         flight.failed = true;
         flight.status = -EIO;
+        failed[flight.peer()].push_back(flight.number);
         // The completion of an early one is on its way already.
         if (!flight.early) events_.push({now(), flight.number, Event::kComplete, index, 0, 0, true});
     }
+    for (uint32_t peer = 0; peer < owner_.num_ranks_; ++peer) {
+        std::sort(failed[peer].begin(), failed[peer].end());
+        failed[peer].push_back(number_);
+        const uint64_t draw = Draw(faults_.seed, owner_.rank_, index_, number_).bits(kFateOfPeer + peer);
+        lost_from_[peer] = failed[peer][draw % failed[peer].size()];
+    }
 }
 
-// A new generation: what failed lands no more; what was reported as done is waited for.
+// Whether a piece of an operation that failed never lands. Draws decide, not who polls how soon: a device that
+// keeps order lets all land that was posted before a certain operation, another lets each land or not; of what
+// does not land whole, some pieces of the payload do, but never the last, which brings the immediate.
+bool Lane::is_lost(const Event &event) const {
+    const Flight &flight = flights_[event.flight];
+    const uint64_t fate = Draw(faults_.seed, owner_.rank_, index_, flight.number).bits(kFate);
+    const uint64_t lost_from = lost_from_[flight.peer()];
+    if (faults_.ordered && flight.number > lost_from) return true;
+    if (faults_.ordered ? flight.number < lost_from : fate % 2 == 0) return false;
+    return event.last || mix(fate ^ event.begin) % 2 == 0;
+}
+
+// A new generation, as soon as nothing of the old one can land any more: what failed has landed, late, or is
+// revoked here, and what was reported as done is waited for.
 int64_t Lane::renew() {
     if (!down_) return 1;
     std::vector<Event> kept;
     while (!events_.empty()) {
         const Event event = events_.top();
         events_.pop();
-        if (event.kind == Event::kPlace && flights_[event.flight].failed) {
+        if (event.kind == Event::kPlace && flights_[event.flight].failed && is_lost(event)) {
             count(owner_.statistics_.revoked);
             piece_placed(event.flight, 0);
         } else {
@@ -313,7 +334,7 @@ int64_t Lane::post_piece(const Event &event, Flight &flight) {
 // Hands a piece to the inner transport; false where that one is full.
 bool Lane::place(const Event &event) {
     Flight &flight = flights_[event.flight];
-    const uint32_t peer = flight.is_signal ? flight.signal.peer : flight.write.peer;
+    const uint32_t peer = flight.peer();
     if (owner_.is_dead(peer)) {
         count(owner_.statistics_.killed);
         error_ = "sim: rank " + std::to_string(peer) + " is dead, as the option kill_peer asks";
@@ -364,7 +385,7 @@ void Lane::piece_placed(uint32_t index, int32_t status) {
 
 void Lane::complete(uint32_t index) {
     Flight &flight = flights_[index];
-    const uint32_t peer = flight.is_signal ? flight.signal.peer : flight.write.peer;
+    const uint32_t peer = flight.peer();
     done_.push_back({flight.is_signal ? flight.signal.token : flight.write.token, peer,
                      owner_.is_dead(peer) && flight.status == 0 ? -ENOTCONN : flight.status});
     flight.completed = true;
@@ -373,7 +394,7 @@ void Lane::complete(uint32_t index) {
 
 void Lane::retire(uint32_t index) {
     Flight &flight = flights_[index];
-    inflight_bytes_[flight.is_signal ? flight.signal.peer : flight.write.peer] -=
+    inflight_bytes_[flight.peer()] -=
         flight.is_signal ? 8 : flight.write.bytes;
     flight.live = false;
     if (flight.early && flight.write.bytes > 0) bounce_.release(flight.bounce_offset, flight.write.bytes);

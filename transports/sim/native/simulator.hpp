@@ -73,7 +73,7 @@ struct Flight {
     bool is_signal = false;
     bool completed = false;       // the caller's completion is queued or polled
     bool live = false;
-    bool failed = false;          // its lane broke under it: reported as an error, may land until it is revoked
+    bool failed = false;          // its lane broke under it: reported as an error, may land until the lane is renewed
     bool early = false;           // completes on its own clock; bytes lie in the bounce region
     uint32_t unplaced = 0;        // pieces (with duplicates) whose inner completion is missing
     int32_t status = 0;
@@ -83,6 +83,8 @@ struct Flight {
     uint64_t completion_delay = 0;
     uint64_t bounce_offset = 0;
     uint64_t source_hash = 0;
+
+    uint32_t peer() const { return is_signal ? signal.peer : write.peer; }
 };
 
 // Something that happens to a flight at a time of the lane's clock.
@@ -129,6 +131,7 @@ class Lane {
     void retire(uint32_t index);
     void progress();
     void maybe_break();
+    bool is_lost(const Event &event) const;
     uint64_t hash_source(const Flight &flight) const;
     void note(uint64_t decision);
 
@@ -152,6 +155,7 @@ class Lane {
     std::vector<uint64_t> last_due_;        // by peer, where order is kept
     std::vector<uint64_t> inflight_bytes_;  // by peer
     std::vector<uint64_t> last_placed_;     // by peer: highest number placed so far; a lower one was overtaken
+    std::vector<uint64_t> lost_from_;       // by peer, where order is kept: the first that a break let not land whole
     std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
     std::priority_queue<Waiting, std::vector<Waiting>, std::greater<>> waiting_;
     std::deque<uccl_ep_completion> done_;
