@@ -72,7 +72,7 @@ def test_a_killed_peer_is_noticed(plan):
     begin = time.monotonic()
     os.kill(victim.pid, signal.SIGKILL)
     assert ranks.receive(pipe) == (0, "DEAD", 1)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 10
 
 
 @pytest.fixture

@@ -118,7 +118,7 @@ def test_a_peer_that_never_answers_is_named(variant: Variant) -> None:
         begin = time.monotonic()
         with pytest.raises(TransportError, match=r"rank 1 on .* did not answer within 0\.5 s.*listens on"):
             first.connect(0, addresses, [1], 1, 0.5)
-        assert time.monotonic() - begin < 3.0
+        assert time.monotonic() - begin < 10
     finally:
         first.close()
         second.close()

@@ -49,11 +49,11 @@ def test_plan_in_force(pool: RankPool, profile: str, ranks: int, domain: int) ->
             assert engine["emulated_counts"] > 0
             assert engine["native_signals"] == engine["emulated_fences"] == engine["emulated_signal_writes"] == 0
             assert device["early_completions"] > 0
-            assert device["overtakes"] > 0
         else:
             assert engine["emulated_fences"] > 0
             assert engine["native_signals"] == engine["emulated_counts"] == engine["emulated_immediates"] == 0
-            assert device["overtakes"] > 0
+    if profile in ("srd", "iwarp"):  # how many depends on how quick the machine is
+        assert sum(result["sim"]["overtakes"] for result in results) > 0
 
 
 def test_bnxt_collapse_is_avoided_by_the_cap(pool: RankPool) -> None:
@@ -126,7 +126,7 @@ def test_a_peer_that_the_device_loses_is_named_by_all(pool: RankPool, profile: s
     results = pool.run(sim_cases.until_it_fails, ranks=3, domain=1, options=options, arguments={"limit_s": 20.0})
     for rank in (0, 2):
         assert results[rank]["rank"] == 1, results
-        assert results[rank]["seconds"] < 6, f"a time-out, not the device, told of the death: {results}"
+        assert results[rank]["reason"] != "timeout", f"a time-out, not the device, told of the death: {results}"
 
 
 @pytest.mark.parametrize("profile", ["rc", "srd", "iwarp"])
@@ -177,7 +177,7 @@ def test_lanes_that_break_under_50_seeds(pool: RankPool, profile: str, seed: int
 def test_a_lane_that_breaks_again_and_again_ends_the_group(pool: RankPool) -> None:
     options = sim("srd", break_every=1, early_completion=0.0) | {"UCCL_EP_TIMEOUT_S": "8"}
     results = pool.run(sim_cases.until_it_fails, ranks=2, domain=1, options=options, arguments={"limit_s": 20.0})
-    assert all(result["seconds"] < 6 for result in results), f"a time-out, not the lane, ended it: {results}"
+    assert all(result["reason"] != "timeout" for result in results), f"a time-out, not the lane, ended it: {results}"
 
 
 SEEDS_OF_CI = 3
@@ -207,8 +207,8 @@ def test_every_feature_under_200_seeds(pool: RankPool, profile: str, seed: int) 
 
 def test_many_steps_under_srd(pool: RankPool) -> None:
     arguments = {"count": 200, "seed": 5}
-    for result in pool.run(sim_cases.steps, ranks=2, domain=1, options=sim("srd"), arguments=arguments, timeout_s=120):
-        assert result["sim"]["overtakes"] > 0  # how many depends on how quick the machine is
+    results = pool.run(sim_cases.steps, ranks=2, domain=1, options=sim("srd"), arguments=arguments, timeout_s=120)
+    assert sum(result["sim"]["overtakes"] for result in results) > 0  # how many depends on how quick the machine is
 
 
 @pytest.mark.full
