@@ -2,10 +2,12 @@
 
     python tests/cuda/gpu_suite.py --ranks 8 [--out FOLDER] [--only exact killed] [--limit-s 570]
 
-Exactness at real shapes with one domain, also on few multiprocessors, and with domains of 1, 2 and 4 ranks whose
-bytes go through proxies; 2,000 steps of each mode with random delays; a rank killed and a rank that stays away; then
-times, balanced and skewed, against NCCL and DeepEP where they can be had. Ranks share GPUs where there are fewer. A
-stage that fails, or for which no time is left, is named at the end, and the exit status is 1. ``--small`` takes small
+Exactness at real shapes with one domain, also on few multiprocessors, with domains of 1, 2 and 4 ranks whose bytes go
+through proxies, and with twice the ranks, so that every domain forwards; graphs among eager calls; 2,000 steps of each
+mode with random delays; a rank killed and a rank that stays away; times, balanced and skewed, against NCCL and DeepEP
+where they can be had, and through proxies against the transport alone; then small cases under compute-sanitizer. Ranks
+share GPUs where there are fewer. A stage for which something is not installed is skipped, with the reason; one that
+fails, or for which no time is left, is named at the end, and the exit status is 1. ``--small`` takes small
 shapes and runs without a GPU too, on the host backend: that is how this file itself is tested.
 """
 
@@ -19,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +30,20 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import sanitizer
+
 import closed_form
 from ranks import RankPool
-from uccl_ep.bench import gpu, records
+from uccl_ep.bench import gpu, proxied, records
+from uccl_ep.bench.records import Record
 from uccl_ep.bench.workload import Case
+from uccl_ep_core.config import Configuration
+from uccl_ep_core.errors import EPError
 
 HERE = Path(__file__).resolve().parent
-SHM = {"UCCL_EP_TRANSPORT": "shm"}
+TRANSPORTS = ("shm", "libfabric")
 TIMEOUT_S = 4.0
+SANITIZER_LIMIT_S = 150.0  # of one tool
 
 HIGH_THROUGHPUT = [  # hidden, top-k, tokens, routing, dtype, biases, cached, index
     (64, 2, "even", "random", "bf16", 0, False, "int64"),
@@ -78,6 +87,23 @@ class Failed(Exception):
     """A stage did not show what it has to."""
 
 
+class Skipped(Exception):
+    """A stage needs what is not here."""
+
+
+def over(domain: int, transport: str = "shm") -> dict[str, str]:
+    """Options for domains of ``domain`` ranks; 0: all are one, and need no transport."""
+    return {"UCCL_EP_TRANSPORT": transport} if domain else {}
+
+
+def need(transport: str) -> None:
+    """Raises `Skipped` where the transport cannot be used here."""
+    try:
+        Configuration.resolve({"transport": transport}).select_transport()
+    except EPError as error:
+        raise Skipped(str(error)) from None
+
+
 class Suite:
     """The stages; each returns a line that says what it showed, or raises."""
 
@@ -86,8 +112,8 @@ class Suite:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
 
     @contextmanager
-    def pool(self) -> Iterator[RankPool]:
-        pool = RankPool(self.ranks, {"PYTHONPATH": str(HERE)})
+    def pool(self, ranks: int = 0) -> Iterator[RankPool]:
+        pool = RankPool(ranks or self.ranks, {"PYTHONPATH": str(HERE)})
         try:
             yield pool
         finally:
@@ -97,27 +123,34 @@ class Suite:
         return [size for size in (1, 2, 4) if size < self.ranks and self.ranks % size == 0]
 
     def stages(self) -> dict[str, Callable[[], str]]:
+        n, domains = self.ranks, self.domains()
         found: dict[str, Callable[[], str]] = {"exact, one domain": lambda: self.exact(0)}
         found["exact, 24 SMs"] = lambda: self.exact(0, {"UCCL_EP_NUM_SMS": "24"})
-        for size in self.domains():
-            found[f"exact, domains of {size}"] = lambda size=size: self.exact(size)  # type: ignore[misc]
+        for size in domains:
+            found[f"exact, domains of {size}"] = partial(self.exact, size)
+        found["exact, domains of 1, libfabric"] = lambda: self.exact(1, transport="libfabric")
+        found[f"exact, {2 * n} ranks, domains of {n}"] = lambda: self.exact(n, ranks=2 * n)
+        found["graphs"] = self.graphs
         for mode in ("high_throughput", "low_latency"):
-            for size in (0, self.domains()[-1]):
-                found[f"steps, {mode}, domains of {size or self.ranks}"] = (
-                    lambda mode=mode, size=size: self.steps(mode, size)  # type: ignore[misc]
-                )
+            for size in (0, domains[-1]):
+                found[f"steps, {mode}, domains of {size or n}"] = partial(self.steps, mode, size)
         for mode in ("high_throughput", "low_latency"):
-            found[f"killed, {mode}"] = lambda mode=mode: self.killed(mode)  # type: ignore[misc]
+            found[f"killed, {mode}"] = partial(self.killed, mode)
         for mode in ("high_throughput", "cached_dispatch", "low_latency"):
-            found[f"late, {mode}"] = lambda mode=mode: self.late(mode)  # type: ignore[misc]
+            found[f"late, {mode}"] = partial(self.late, mode)
         found["bench, one domain"] = lambda: self.bench(0)
         found["bench, 24 SMs"] = lambda: self.bench(0, num_sms=24)
-        for size in self.domains():
-            found[f"bench, domains of {size}"] = lambda size=size: self.bench(size)  # type: ignore[misc]
+        for size in domains:
+            found[f"bench, domains of {size}"] = partial(self.bench, size)
+        for transport in TRANSPORTS:
+            found[f"proxied, {transport}"] = partial(self.proxied, transport)
+        for tool in sanitizer.TOOLS:
+            found[f"sanitizer, {tool}"] = partial(self.sanitized, tool)
         return found
 
-    def exact(self, domain: int, options: dict[str, str] | None = None) -> str:
-        n, widest, most = self.ranks, self.sizes.widest, min(128, 2 * self.sizes.tokens)
+    def exact(self, domain: int, options: dict[str, str] | None = None, transport: str = "shm", ranks: int = 0) -> str:
+        n, widest, most = ranks or self.ranks, self.sizes.widest, min(128, 2 * self.sizes.tokens)
+        need(transport)
         experts = 24 * n
 
         def tokens(kind: str, seed: int, limit: int = 1000) -> list[int]:
@@ -138,20 +171,31 @@ class Suite:
         ]  # fmt: skip
         low.append({"hidden": widest, "topk": 8, "experts": 288 // n * n, "tokens": [most] * n, "most": most,
                     "cast": "fp8", "seed": 78})  # fmt: skip
-        with self.pool() as pool:
+        with self.pool(n) as pool:
             for function, rows in (("cases:high_throughput", high), ("cases:low_latency", low)):
                 pool.run(
                     "on_gpu:several", ranks=n, domain=domain, timeout_s=240,
-                    options={**(SHM if domain else {}), **(options or {})},
+                    options={**over(domain, transport), **(options or {})},
                     arguments={"function": function, "rows": rows},
                 )  # fmt: skip
         return f"{len(high)} + {len(low)} cases equal to the reference bit for bit"
+
+    def graphs(self) -> str:
+        if self.device == "cpu":
+            raise Skipped("graphs are captured on GPUs")
+        rounds = self.sizes.iterations * 4
+        with self.pool() as pool:
+            pool.run(
+                "on_gpu:case", ranks=self.ranks, timeout_s=120,
+                arguments={"function": "on_gpu:graphs", "arguments": {"rounds": rounds}},
+            )  # fmt: skip
+        return f"{rounds} replays of two graphs of different token counts, eager calls between, every one equal"
 
     def steps(self, mode: str, domain: int) -> str:
         inner = {"pairs": self.sizes.steps, "mode": mode, "seed": 11}
         with self.pool() as pool:
             pool.run(
-                "on_gpu:case", ranks=self.ranks, domain=domain, options=SHM if domain else {}, timeout_s=200,
+                "on_gpu:case", ranks=self.ranks, domain=domain, options=over(domain), timeout_s=200,
                 arguments={"function": "stream_cases:stress", "arguments": inner},
             )  # fmt: skip
         return f"{self.sizes.steps} dispatches and combines with random delays, every one equal"
@@ -215,14 +259,37 @@ class Suite:
             num_sms=num_sms, profiled=0, rivals=gpu.RIVALS if domain == 0 else {"all_to_all": gpu.RIVALS["all_to_all"]},
             on_event=on_event,
         )  # fmt: skip
-        records.show(found)
-        if self.out is not None:
-            self.out.mkdir(parents=True, exist_ok=True)
-            limit = f"_{num_sms}_sms" if num_sms else ""
-            records.write_json(self.out / f"ep{n}_domains_of_{domain or n}{limit}.json", found)
+        limit = f"_{num_sms}_sms" if num_sms else ""
+        self.keep(f"ep{n}_domains_of_{domain or n}{limit}", found)
         refused = Counter(f"{r.metric} of {{}} cases: {r.note}" for r in found if r.note)
         left_out = [words.replace("{}", str(count), 1) for words, count in refused.items()]
         return "; ".join([f"{len(cases)} cases timed, every byte equal before and after", *left_out])
+
+    def proxied(self, transport: str) -> str:
+        need(transport)
+        n, sizes = self.ranks, self.sizes
+        few = min(128, sizes.tokens)
+        cases = [
+            Case("high throughput", sizes.tokens, sizes.widest, 8, 256 // n * n),
+            Case("low latency", few, sizes.widest, 8, 288 // n * n),
+            Case("low latency", 1, sizes.widest, 8, 288 // n * n, most=few),
+        ]
+        options = {"transport": transport, "num_proxies": 4 if transport == "shm" else 1}
+        found = proxied.run(cases, ranks=n, iterations=sizes.iterations, options=options, device=self.device)
+        self.keep(f"proxied{n}_{transport}", found)
+        return f"{len(cases)} cases beside the steps of their bytes, every byte equal before and after"
+
+    def sanitized(self, tool: str) -> str:
+        program = sanitizer.find()
+        if program is None:
+            raise Skipped("compute-sanitizer is not here: it comes with the CUDA toolkit")
+        return sanitizer.run(program, tool, self.ranks, ("exact, one domain", "exact, domains of 1"), SANITIZER_LIMIT_S)
+
+    def keep(self, name: str, found: list[Record]) -> None:
+        records.show(found)
+        if self.out is not None:
+            self.out.mkdir(parents=True, exist_ok=True)
+            records.write_json(self.out / f"{name}.json", found)
 
 
 def main() -> int:
@@ -250,6 +317,8 @@ def main() -> int:
         else:
             try:
                 results[name] = {"ok": True, "words": stage()}
+            except Skipped as reason:
+                results[name] = {"ok": True, "words": f"skipped: {reason}"}
             except Exception as error:  # the other stages are worth their time all the same
                 results[name] = {"ok": False, "words": f"{type(error).__name__}: {error}"}
         results[name]["seconds"] = round(time.monotonic() - begun, 1)

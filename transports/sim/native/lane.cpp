@@ -394,8 +394,7 @@ void Lane::complete(uint32_t index) {
 
 void Lane::retire(uint32_t index) {
     Flight &flight = flights_[index];
-    inflight_bytes_[flight.peer()] -=
-        flight.is_signal ? 8 : flight.write.bytes;
+    inflight_bytes_[flight.peer()] -= flight.is_signal ? 8 : flight.write.bytes;
     flight.live = false;
     if (flight.early && flight.write.bytes > 0) bounce_.release(flight.bounce_offset, flight.write.bytes);
     free_flights_.push_back(index);

@@ -73,7 +73,7 @@ struct Flight {
     bool is_signal = false;
     bool completed = false;       // the caller's completion is queued or polled
     bool live = false;
-    bool failed = false;          // its lane broke under it: reported as an error, may land until the lane is renewed
+    bool failed = false;          // its lane broke under it: reported as an error, may yet land before a renewal
     bool early = false;           // completes on its own clock; bytes lie in the bounce region
     uint32_t unplaced = 0;        // pieces (with duplicates) whose inner completion is missing
     int32_t status = 0;
@@ -155,7 +155,7 @@ class Lane {
     std::vector<uint64_t> last_due_;        // by peer, where order is kept
     std::vector<uint64_t> inflight_bytes_;  // by peer
     std::vector<uint64_t> last_placed_;     // by peer: highest number placed so far; a lower one was overtaken
-    std::vector<uint64_t> lost_from_;       // by peer, where order is kept: the first that a break let not land whole
+    std::vector<uint64_t> lost_from_;       // by peer: where order is kept, the first that did not land whole
     std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
     std::priority_queue<Waiting, std::vector<Waiting>, std::greater<>> waiting_;
     std::deque<uccl_ep_completion> done_;
