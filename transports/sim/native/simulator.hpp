@@ -33,6 +33,8 @@ struct Statistics {
     std::atomic<uint64_t> decisions{0};  // digest of all draws: equal for equal seeds and posts
 };
 
+inline void count(std::atomic<uint64_t> &counter) { counter.fetch_add(1, std::memory_order_relaxed); }
+
 class Lane;
 
 class Simulator {
@@ -130,7 +132,7 @@ class Lane {
     void complete(uint32_t index);
     void retire(uint32_t index);
     void progress();
-    void maybe_break();
+    void maybe_break();  // this, is_lost() and renew(): lane_break.cpp
     bool is_lost(const Event &event) const;
     uint64_t hash_source(const Flight &flight) const;
     void note(uint64_t decision);
