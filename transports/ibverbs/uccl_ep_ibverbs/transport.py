@@ -14,7 +14,7 @@ from uccl_ep_core.capabilities import Capabilities
 from uccl_ep_core.errors import BackendUnavailableError, TransportError
 from uccl_ep_core.transport import Device, Memory, Option, Transport
 
-from . import discovery, queue_pairs, raw
+from . import queue_pairs, raw, selection
 from .addressing import Address, RailAddress, RegionAddress
 from .hello import MAX_PAIRS, Hello, SilentPeerError
 from .iwarp import Listener
@@ -65,26 +65,7 @@ class IbverbsTransport(Transport):
             library, _ = verbs(), data_plane()
         except VerbsMissingError as missing:
             return [Device("ibverbs", False, *missing.args)]
-        settings = Settings.of(options)
-        nics = [discovery.nic(name, settings) for name in discovery.names()]
-        if not nics:
-            return [Device("ibverbs", False, "this host has no RDMA device", discovery.NO_DEVICE_REMEDY)]
-        gpu = discovery.gpu_pci_path(settings.near)
-        best = discovery.rank_devices(nics, gpu)
-        order = {nic.name: place for place, nic in enumerate(best)}
-        found = []
-        for nic in sorted(nics, key=lambda it: (order.get(it.name, len(nics)), it.name)):
-            details: dict[str, Any] = {
-                "kind": nic.kind,
-                "driver": nic.driver,
-                "ports": {port.number: f"{port.state}, {port.gbits:g} Gbit/s" for port in nic.ports},
-                "pyverbs": library.origin,
-            }
-            if gpu and nic.pci_path:
-                details["links_to_gpu"] = discovery.distance(gpu, nic.pci_path)
-            why = "chosen where no device is named" if nic.usable and order[nic.name] == 0 else ""
-            found.append(Device(nic.name, nic.usable, nic.reason or why, nic.remedy, details))
-        return found
+        return selection.listing(Settings.of(options), library.origin)
 
     @classmethod
     def open(cls, device: str | None, options: Mapping[str, Any]) -> IbverbsTransport:
@@ -93,25 +74,7 @@ class IbverbsTransport(Transport):
         except VerbsMissingError as missing:
             raise BackendUnavailableError(f"ibverbs: {missing.args[0]}; {missing.args[1]}") from None
         settings = Settings.of(options)
-        present = discovery.names()
-        if device:
-            names = [name.strip() for name in device.split(",") if name.strip()]
-            unknown = [name for name in names if name not in present]
-            if unknown or not names:
-                wanted = ", ".join(unknown) or repr(device)
-                listing = ", ".join(present) or "none"
-                raise BackendUnavailableError(f"ibverbs: there is no RDMA device {wanted}; present: {listing}")
-            nics, why = [discovery.nic(name, settings) for name in names], "named by the caller"
-        else:
-            gpu = discovery.gpu_pci_path(settings.near)
-            every = [discovery.nic(name, settings) for name in present]
-            nics = discovery.rank_devices(every, gpu)[:1]
-            if not nics:
-                reasons = "; ".join(f"{nic.name}: {nic.reason}, {nic.remedy}" for nic in every)
-                raise BackendUnavailableError(
-                    f"ibverbs: {reasons or f'this host has no RDMA device; {discovery.NO_DEVICE_REMEDY}'}"
-                )
-            why = f"the nearest to the GPU of {len(every)}" if gpu else f"the best of {len(every)}"
+        nics, why = selection.choose(device, settings)
         rails: list[Rail] = []
         try:
             for nic in nics:
