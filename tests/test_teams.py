@@ -36,12 +36,18 @@ def _recorded(buffer: Any) -> list[tuple[str, bytes, int]]:
     return seen
 
 
-def high_throughput(ctx: Context, **arguments: Any) -> list[tuple[str, int]]:
-    """Exact results, and the warps of a team in each dispatch and combine."""
+def _team_warps(team_ends: int) -> tuple[int, ...]:
+    """Of each team of a block, as the kernels read it."""
+    ends = [end for end in team_ends.to_bytes(8, "little") if end]
+    return tuple(end - begin for begin, end in zip([0, *ends], ends, strict=False))
+
+
+def high_throughput(ctx: Context, **arguments: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """Exact results, and the warps of the teams of a block in each dispatch and combine."""
     buffer = ctx.buffer()
     seen = _recorded(buffer)
     cases.high_throughput(ctx, buffer=buffer, **arguments)
-    return [(k, STRUCTS[k].from_buffer_copy(p).team_warps) for k, p, _ in seen if k in STRUCTS]
+    return [(k, _team_warps(STRUCTS[k].from_buffer_copy(p).team_ends)) for k, p, _ in seen if k in STRUCTS]
 
 
 def low_latency(ctx: Context, **arguments: Any) -> list[tuple[str, int]]:
@@ -67,20 +73,26 @@ def test_teams_work_a_role_together(pool: RankPool, ranks: int, domain: int, thr
     )  # fmt: skip
     for seen in launches:
         assert {kernel for kernel, _ in seen} == set(STRUCTS)
-        assert all(warps > 1 for _, warps in seen), seen
+        assert all(teams == (12,) for _, teams in seen), seen
 
 
-# One block for all: teams of a part of it. Four ranks in two domains send, receive, forward and keep.
+# One block for all: unequal teams of a part of it. Four ranks in two domains send, receive, forward and keep.
 @pytest.mark.parametrize(
-    ("ranks", "domain", "threads", "lanes", "arguments"),
+    ("ranks", "domain", "threads", "lanes", "teams", "arguments"),
     [
-        (2, 0, 1, 1, {"tokens": [70, 0], "dtype": "fp8", "hidden": 256}),
-        (2, 0, 1, 32, {"tokens": [33, 9], "bias": 2, "routing": "holes"}),
-        (4, 2, 2, 1, {"tokens": [33, 0, 50, 7], "hidden": 2048}),
+        (2, 0, 1, 1, [(3, 5, 4), (7, 5)], {"tokens": [70, 0], "dtype": "fp8", "hidden": 256}),
+        (2, 0, 1, 32, [(3, 5, 4), (7, 5)], {"tokens": [33, 9], "bias": 2, "routing": "holes"}),
+        (4, 2, 2, 1, [(5, 4, 3), (9, 3)], {"tokens": [33, 0, 50, 7], "hidden": 2048}),
     ],
 )
 def test_teams_share_a_block(
-    pool: RankPool, ranks: int, domain: int, threads: int, lanes: int, arguments: dict[str, Any]
+    pool: RankPool,
+    ranks: int,
+    domain: int,
+    threads: int,
+    lanes: int,
+    teams: list[tuple[int, ...]],
+    arguments: dict[str, Any],
 ) -> None:
     launches = pool.run(
         high_throughput, ranks=ranks, domain=domain, timeout_s=120,
@@ -88,8 +100,9 @@ def test_teams_share_a_block(
                  "UCCL_EP_SLOT_BYTES": "16384"},
         arguments={"hidden": 200, "experts": 8, "topk": 3, "cached": True, "seed": ranks, **arguments},
     )  # fmt: skip
-    teams = {"uccl_ep_dispatch": 4, "uccl_ep_combine": 6}
-    assert launches == [[(k, teams[k]) for k in ("uccl_ep_dispatch", "uccl_ep_dispatch", "uccl_ep_combine")]] * ranks
+    dispatch, combine = teams
+    kernels = [("uccl_ep_dispatch", dispatch)] * 2 + [("uccl_ep_combine", combine)]
+    assert launches == [kernels] * ranks
 
 
 def refused(ctx: Context) -> str:

@@ -225,8 +225,10 @@ UCCL_EP_KERNEL(uccl_ep_combine, CombineParameters) {
     const Group &group = p.group;
     const uint32_t ranks = group.num_ranks();
     if (!may_begin(group)) return;
-    const ChannelTeams teams = channel_teams(p.team_warps, group.layout.num_channels);
-    const Team team = Team::of(p.team_warps);
+    const TeamOfWarp mine = team_of_warp(p.team_ends);
+    const ChannelTeams teams =
+        ChannelTeams::of(mine, group.layout.num_channels, device::block_index(), device::num_blocks());
+    const Team team = Team::of(mine);
     for (uint32_t role = teams.first; role < combine_roles(group.layout); role += teams.count) {
         if (role == 0) {
             combine_reduce(p, team, teams.channel);

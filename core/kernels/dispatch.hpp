@@ -8,7 +8,6 @@
 // runs one role at a time and roles wait for each other, so there must be a team for every role but the last.
 #pragma once
 
-#include "roles.hpp"
 #include "tokens.hpp"
 
 namespace uccl_ep {
@@ -24,9 +23,8 @@ UCCL_EP_DEVICE void write_message_header(const Group &group, uint8_t *slot, Oper
                                                              {format.scale_bytes, format.num_topk, format.dtype}};
 }
 
-UCCL_EP_DEVICE ChannelTeams channel_teams(uint32_t team_warps, uint32_t channels) {
-    return ChannelTeams::of(team_warps, channels, device::block_index(), device::num_blocks(), device::warp_in_block(),
-                            device::warps_per_block());
+UCCL_EP_DEVICE TeamOfWarp team_of_warp(uint64_t team_ends) {
+    return TeamOfWarp::of(team_ends, device::warp_in_block(), device::warps_per_block());
 }
 
 UCCL_EP_DEVICE RowFormat row_format(const DispatchShape &shape) {
@@ -316,8 +314,9 @@ UCCL_EP_KERNEL(uccl_ep_dispatch, DispatchParameters) {
     const Layout &layout = group.layout;
     const uint32_t channels = layout.num_channels, per_domain = layout.ranks_per_domain, ranks = layout.num_ranks;
     if (!may_begin(group)) return;
-    const ChannelTeams teams = channel_teams(p.team_warps, channels);
-    const Team team = Team::of(p.team_warps);
+    const TeamOfWarp mine = team_of_warp(p.team_ends);
+    const ChannelTeams teams = ChannelTeams::of(mine, channels, device::block_index(), device::num_blocks());
+    const Team team = Team::of(mine);
     const uint32_t channel = teams.channel;
     // Where the last role has no team of its own, the first does it, before its own: what comes meanwhile fills slots,
     // and nobody waits for it until they are full.

@@ -130,8 +130,7 @@ struct DispatchParameters {
     void *receive_topk_idx;      // out [rows, num_topk] local expert indices, -1 elsewhere
     float *receive_topk_weights; // out [rows, num_topk], 0 where -1
     int32_t *receive_source;     // out [rows] index of the token on its source rank
-    uint32_t team_warps;         // warps that work a role together: 1, or a divisor of those of a block
-    uint32_t reserved;
+    uint64_t team_ends;          // how the warps of a block are divided into teams: TeamOfWarp
 };
 
 // High-throughput combine: out[t] = bias0[t] + bias1[t] + sum over ranks r of r's row for t, in rank order or
@@ -152,7 +151,8 @@ struct CombineParameters {
     uint32_t max_terms;
     uint32_t domains_first;      // 1: two levels; needs term_ranks
     uint32_t num_tokens;
-    uint32_t team_warps;         // warps that work a role together: 1, or a divisor of those of a block
+    uint32_t reserved;
+    uint64_t team_ends;          // how the warps of a block are divided into teams: TeamOfWarp
     uint8_t *out;                // [num_tokens, hidden]
     float *out_topk_weights;     // [num_tokens, num_topk], or null
 };

@@ -8,6 +8,7 @@
 
 #include "channel.hpp"
 #include "messages.hpp"
+#include "roles.hpp"
 #include "wait.hpp"
 
 namespace uccl_ep {
@@ -41,13 +42,13 @@ UCCL_EP_DEVICE bool fail_difference(const Group &group, Phase phase, uint32_t so
     return true;
 }
 
-// The warps that work a role together: one, all of their block, or as many as divide it evenly, so that one team's
-// wait leaves the multiprocessor to the others. Each warp has its own copy of the team's state, and all of them make the
+// The warps that work a role together: one, all of their block, or some of it, so that one team's wait leaves the
+// multiprocessor to the others. Each warp has its own copy of the team's state, and all of them make the
 // same calls; the leader alone meets the peer.
 struct Team {
     uint32_t index = 0, size = 1;  // this warp, in warps
 
-    UCCL_EP_DEVICE static Team of(uint32_t team_warps) { return {device::warp_in_block() % team_warps, team_warps}; }
+    UCCL_EP_DEVICE static Team of(const TeamOfWarp &at) { return {device::warp_in_block() - at.first_warp, at.size}; }
     UCCL_EP_DEVICE bool leads() const { return index == 0 && device::lane() == 0; }
     UCCL_EP_DEVICE uint32_t thread() const { return index * device::kWarpSize + device::lane(); }
     UCCL_EP_DEVICE uint32_t threads() const { return size * device::kWarpSize; }

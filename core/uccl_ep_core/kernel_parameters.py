@@ -169,8 +169,7 @@ class DispatchParameters(ctypes.Structure):
         ("receive_topk_idx", c_void_p),
         ("receive_topk_weights", c_void_p),
         ("receive_source", c_void_p),
-        ("team_warps", c_uint32),
-        ("reserved", c_uint32),
+        ("team_ends", c_uint64),
     ]
 
 
@@ -192,7 +191,8 @@ class CombineParameters(ctypes.Structure):
         ("max_terms", c_uint32),
         ("domains_first", c_uint32),
         ("num_tokens", c_uint32),
-        ("team_warps", c_uint32),
+        ("reserved", c_uint32),
+        ("team_ends", c_uint64),
         ("out", c_void_p),
         ("out_topk_weights", c_void_p),
     ]

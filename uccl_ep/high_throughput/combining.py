@@ -95,7 +95,7 @@ def combine(
             num_tokens=handle.num_tokens,
             out=pointer(out),
             out_topk_weights=pointer(out_weights),
-            team_warps=grid.team_warps,
+            team_ends=grid.team_ends,
         ),
         shared_bytes=shared_bytes,
         num_blocks=grid.num_blocks,

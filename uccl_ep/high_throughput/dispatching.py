@@ -266,7 +266,7 @@ def _stream(
             receive_topk_idx=pointer(received.topk_idx),
             receive_topk_weights=pointer(received.topk_weights),
             receive_source=pointer(handle.receive_source),
-            team_warps=grid.team_warps,
+            team_ends=grid.team_ends,
         ),
         num_blocks=grid.num_blocks,
         warps=grid.warps,

@@ -48,7 +48,7 @@ def _combine_grid(work: Work, channels: int, room: Room, num_ranks: int) -> tupl
 
     most = room.limits.max_shared_bytes
     grid = TeamGrid.of(work, channels, room, lambda team_warps: shared_bytes(team_warps) <= most)
-    return grid, shared_bytes(grid.team_warps)
+    return grid, shared_bytes(grid.team_warps[0])
 
 
 def _check_runs_at_once(communicator: Communicator, grid: TeamGrid, roles: int) -> None:

@@ -79,16 +79,19 @@ void bind_kernels(py::module_ &module) {
     kernels.def(
         "combine_roles", [layout_of](uint32_t num_ranks) { return combine_roles(layout_of(num_ranks, 1)); },
         py::arg("num_ranks"));
+    kernels.attr("MOST_TEAMS") = TeamOfWarp::kMostTeams;
     kernels.def(
         "channel_teams",
-        [](uint32_t team_warps, uint32_t channels, uint32_t block, uint32_t num_blocks, uint32_t warp,
+        [](uint64_t team_ends, uint32_t channels, uint32_t block, uint32_t num_blocks, uint32_t warp,
            uint32_t num_warps) {
-            const auto at = ChannelTeams::of(team_warps, channels, block, num_blocks, warp, num_warps);
-            return py::make_tuple(at.channel, at.first, at.count);
+            const auto mine = TeamOfWarp::of(team_ends, warp, num_warps);
+            const auto at = ChannelTeams::of(mine, channels, block, num_blocks);
+            return py::make_tuple(at.channel, at.first, at.count, mine.first_warp, mine.size);
         },
-        py::arg("team_warps"), py::arg("channels"), py::arg("block"), py::arg("num_blocks"), py::arg("warp"),
+        py::arg("team_ends"), py::arg("channels"), py::arg("block"), py::arg("num_blocks"), py::arg("warp"),
         py::arg("num_warps"),
-        "The channel that the team of a warp works for, its first role, and the step to the next.");
+        "The channel that the team of a warp works for, its first role, and the step to the next; the team's first warp "
+        "and how many it has.");
 }
 
 }  // namespace uccl_ep
