@@ -37,8 +37,8 @@ class RoleCost:
         return self.rows_us * warps / share + self.hand_over_us
 
 
-# From the time stamps in docs/performance.md, "What bounds high throughput". Copies into a peer's window take longer than
-# those out of the own one, and rows that lie apart longer than those that lie together.
+# From the time stamps in docs/performance.md, "What bounds high throughput". Copies into a peer's window take longer
+# than those out of the own one, and rows that lie apart longer than those that lie together.
 SEND = RoleCost(8.0)
 RECEIVE = RoleCost(5.0)
 KEEP = RoleCost(7.0, hand_over_us=0.0)

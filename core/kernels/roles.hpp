@@ -20,7 +20,7 @@ UCCL_EP_DEVICE uint32_t combine_roles(const Layout &layout) { return layout.num_
 // its team i, and 0 where there is no such team. Without any, each warp is a team. So a block has at most kMostTeams of
 // several warps, and they need not be equal.
 struct TeamOfWarp {
-    uint32_t team, teams;       // which of its block, and of how many
+    uint32_t team, teams;  // which of its block, and of how many
     uint32_t first_warp, size;  // in warps
 
     static constexpr uint32_t kMostTeams = 8;
@@ -49,7 +49,8 @@ struct ChannelTeams {
     uint32_t channel, first, count;
 
     // A grid of whole blocks for each channel.
-    UCCL_EP_DEVICE static ChannelTeams of(const TeamOfWarp &at, uint32_t channels, uint32_t block, uint32_t num_blocks) {
+    UCCL_EP_DEVICE static ChannelTeams of(const TeamOfWarp &at, uint32_t channels, uint32_t block,
+                                          uint32_t num_blocks) {
         const uint32_t blocks = num_blocks / channels;
         return {block % channels, at.team * blocks + block / channels, at.teams * blocks};
     }
