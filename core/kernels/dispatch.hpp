@@ -31,36 +31,6 @@ UCCL_EP_DEVICE RowFormat row_format(const DispatchShape &shape) {
     return {shape.row_bytes, shape.scale_bytes, shape.num_topk, shape.dtype};
 }
 
-// Some tokens of one window of the warp's lanes: those of `mask`, which take neighbouring rows from `first` on.
-struct TokenRun {
-    uint32_t base;  // token of lane 0
-    device::LaneMask mask;
-    uint32_t first;
-
-    UCCL_EP_DEVICE uint32_t row(uint32_t lane) const {
-        return first + device::population_count(mask & ((device::LaneMask{1} << lane) - 1));
-    }
-    // Calls `visit(token, row)` for the rows whose turn it is for this warp. The whole warp.
-    template <class Visit>
-    UCCL_EP_DEVICE void for_each_of_warp(Team team, Visit visit) const {
-        uint32_t next = first;
-        for (device::LaneMask left = mask; left != 0; left &= left - 1, ++next) {
-            if (next % team.size == team.index) visit(base + device::lowest_bit(left), next);
-        }
-    }
-    // Calls `visit(token, row, i)` for i in [0, count) of each token, all of them shared out among the threads of the
-    // team, so that their loads are under way together. Not by the warp.
-    template <class Visit>
-    UCCL_EP_DEVICE void for_each_of_thread(Team team, uint32_t count, Visit visit) const {
-        const uint32_t threads = team.size * device::kWarpSize;
-        for (uint32_t item = team.index * device::kWarpSize + device::lane(); item < count * device::kWarpSize;
-             item += threads) {
-            const uint32_t lane = item / count;
-            if ((mask >> lane & 1) != 0) visit(base + lane, row(lane), item % count);
-        }
-    }
-};
-
 // Copy what belongs to a run's tokens beside payload, and the payload first: the copies of rows are on their way
 // meanwhile. `payload(row)`, `scales(row)` are where those go. The whole team.
 template <class Payload, class Scales>
@@ -71,16 +41,37 @@ UCCL_EP_DEVICE void copy_rows(const DispatchParameters &p, Team team, const Toke
         device::copy(payload(row), p.x + uint64_t{token} * shape.row_bytes, shape.row_bytes);
     });
     if (shape.scale_bytes % 4 == 0) {
-        run.for_each_of_thread(team, shape.scale_bytes / 4, [&](uint32_t token, uint32_t row, uint32_t i) {
-            reinterpret_cast<uint32_t *>(scales(row))[i] =
-                reinterpret_cast<const uint32_t *>(p.scales + uint64_t{token} * shape.scale_bytes)[i];
-        });
+        run.for_each_of_thread(
+            team, shape.scale_bytes / 4,
+            [&](uint32_t token, uint32_t i) {
+                return reinterpret_cast<const uint32_t *>(p.scales + uint64_t{token} * shape.scale_bytes)[i];
+            },
+            [&](uint32_t row, uint32_t i, uint32_t scale) { reinterpret_cast<uint32_t *>(scales(row))[i] = scale; });
     } else {
         run.for_each_of_warp(team, [&](uint32_t token, uint32_t row) {
             device::copy(scales(row), p.scales + uint64_t{token} * shape.scale_bytes, shape.scale_bytes);
         });
     }
 }
+
+// A pick of a token: the expert's index and the weight.
+struct Pick {
+    int64_t expert;
+    float weight;
+
+    UCCL_EP_DEVICE static Pick of(const DispatchParameters &p, uint32_t token, uint32_t k) {
+        const uint64_t from = uint64_t{token} * p.shape.num_topk + k;
+        return {load_index(p.topk_idx, p.index_bytes, from), p.topk_weights == nullptr ? 0.0f : p.topk_weights[from]};
+    }
+    // To place `at` of the output, which has local indices, and picks of other ranks' experts left out.
+    UCCL_EP_DEVICE void receive(const DispatchParameters &p, uint64_t at) const {
+        const uint32_t local_experts = p.shape.num_experts / p.group.num_ranks();
+        const int64_t local = expert - int64_t{p.group.rank} * local_experts;
+        const bool here = local >= 0 && local < local_experts;
+        store_index(p.receive_topk_idx, p.index_bytes, at, here ? local : -1);
+        p.receive_topk_weights[at] = here ? weight : 0.0f;
+    }
+};
 
 // Fill rows of a message. The whole team.
 UCCL_EP_DEVICE void write_rows(const DispatchParameters &p, Team team, const TokenRun &run, uint8_t *slot,
@@ -91,27 +82,32 @@ UCCL_EP_DEVICE void write_rows(const DispatchParameters &p, Team team, const Tok
         [&](uint32_t row) { return slot + at.scales + uint64_t{row} * shape.scale_bytes; });
     auto *experts = reinterpret_cast<int32_t *>(slot + at.topk_idx);
     auto *weights = reinterpret_cast<float *>(slot + at.topk_weights);
-    run.for_each_of_thread(team, shape.num_topk, [&](uint32_t token, uint32_t row, uint32_t k) {
-        const uint64_t from = uint64_t{token} * shape.num_topk + k;
-        experts[row * shape.num_topk + k] = static_cast<int32_t>(load_index(p.topk_idx, p.index_bytes, from));
-        weights[row * shape.num_topk + k] = p.topk_weights == nullptr ? 0.0f : p.topk_weights[from];
-    });
-    run.for_each_of_thread(team, 1, [&](uint32_t token, uint32_t row, uint32_t) {
-        reinterpret_cast<int32_t *>(slot + at.source)[row] = static_cast<int32_t>(token);
-    });
+    run.for_each_of_thread(
+        team, shape.num_topk, [&](uint32_t token, uint32_t k) { return Pick::of(p, token, k); },
+        [&](uint32_t row, uint32_t k, const Pick &pick) {
+            experts[row * shape.num_topk + k] = static_cast<int32_t>(pick.expert);
+            weights[row * shape.num_topk + k] = pick.weight;
+        });
+    run.for_each_of_thread(
+        team, 1, [&](uint32_t token, uint32_t) { return static_cast<int32_t>(token); },
+        [&](uint32_t row, uint32_t, int32_t token) { reinterpret_cast<int32_t *>(slot + at.source)[row] = token; });
 }
 
 UCCL_EP_DEVICE void write_masks(const DispatchParameters &p, Team team, const TokenRun &run, uint8_t *slot,
                                 const DispatchRows &at, uint32_t first_rank) {
     constexpr uint32_t kWords = kMaxRanksPerDomain / 64;
     auto *masks = reinterpret_cast<uint64_t *>(slot + at.mask);
-    run.for_each_of_thread(team, kWords, [&](uint32_t token, uint32_t row, uint32_t word) {
-        const uint8_t *in_rank = p.is_token_in_rank + uint64_t{token} * p.group.num_ranks() + first_rank + word * 64;
-        uint64_t mask = 0;
-        for (uint32_t i = 0; i < 64 && word * 64 + i < p.group.layout.ranks_per_domain; ++i)
-            mask |= uint64_t{in_rank[i] != 0 ? 1u : 0u} << i;
-        masks[row * kWords + word] = mask;
-    });
+    run.for_each_of_thread(
+        team, kWords,
+        [&](uint32_t token, uint32_t word) {
+            const uint8_t *in_rank =
+                p.is_token_in_rank + uint64_t{token} * p.group.num_ranks() + first_rank + word * 64;
+            uint64_t mask = 0;
+            for (uint32_t i = 0; i < 64 && word * 64 + i < p.group.layout.ranks_per_domain; ++i)
+                mask |= uint64_t{in_rank[i] != 0 ? 1u : 0u} << i;
+            return mask;
+        },
+        [&](uint32_t row, uint32_t word, uint64_t mask) { masks[row * kWords + word] = mask; });
 }
 
 // Role: send this channel's tokens that go to ranks [first_rank, first_rank + rank_count).
@@ -176,19 +172,15 @@ UCCL_EP_DEVICE void take_rows(const DispatchParameters &p, Team team, const uint
         copy_shared_out(team, p.receive_scales + first * shape.scale_bytes, slot + at.scales,
                         uint64_t{rows} * shape.scale_bytes);
     }
-    const uint32_t thread = team.index * device::kWarpSize + device::lane(), threads = team.size * device::kWarpSize;
-    const uint32_t local_experts = p.shape.num_experts / p.group.num_ranks();
-    const int64_t first_expert = int64_t{p.group.rank} * local_experts;
     const auto *experts = reinterpret_cast<const int32_t *>(slot + at.topk_idx);
     const auto *weights = reinterpret_cast<const float *>(slot + at.topk_weights);
     const auto *source = reinterpret_cast<const int32_t *>(slot + at.source);
-    for (uint64_t i = thread; i < uint64_t{rows} * shape.num_topk; i += threads) {
-        const int64_t local = experts[i] - first_expert;
-        const bool here = local >= 0 && local < local_experts;
-        store_index(p.receive_topk_idx, p.index_bytes, first * shape.num_topk + i, here ? local : -1);
-        p.receive_topk_weights[first * shape.num_topk + i] = here ? weights[i] : 0.0f;
-    }
-    for (uint32_t i = thread; i < rows; i += threads) p.receive_source[first + i] = source[i];
+    share_out(
+        team, rows * shape.num_topk, [&](uint32_t i) { return Pick{experts[i], weights[i]}; },
+        [&](uint32_t i, const Pick &pick) { pick.receive(p, first * shape.num_topk + i); });
+    share_out(
+        team, rows, [&](uint32_t i) { return source[i]; },
+        [&](uint32_t i, int32_t token) { p.receive_source[first + i] = token; });
 }
 
 // Role: receive this channel's rows of `source`.
@@ -222,30 +214,24 @@ UCCL_EP_DEVICE void dispatch_keep(const DispatchParameters &p, Team team, uint32
     const Group &group = p.group;
     const DispatchShape &shape = p.shape;
     const uint32_t channels = group.layout.num_channels, topk = shape.num_topk;
-    const uint32_t local_experts = shape.num_experts / group.num_ranks();
-    const int64_t first_expert = int64_t{group.rank} * local_experts;
     const auto first = static_cast<uint64_t>(p.receive_offset[group.rank * channels + channel]);
     uint32_t kept = 0;
-    for_each_window(p.is_token_in_rank, group.num_ranks(), TokenRange::of(p.num_tokens, channel, channels), group.rank,
-                    1, [&](uint32_t base, device::LaneMask selected) {
-                        const TokenRun run{base, selected, kept};
-                        kept += device::population_count(selected);
-                        copy_rows(
-                            p, team, run, [&](uint32_t row) { return p.receive_x + (first + row) * shape.row_bytes; },
-                            [&](uint32_t row) { return p.receive_scales + (first + row) * shape.scale_bytes; });
-                        run.for_each_of_thread(team, topk, [&](uint32_t token, uint32_t row, uint32_t k) {
-                            const uint64_t from = uint64_t{token} * topk + k, to = (first + row) * topk + k;
-                            const int64_t local = load_index(p.topk_idx, p.index_bytes, from) - first_expert;
-                            const bool here = local >= 0 && local < local_experts;
-                            store_index(p.receive_topk_idx, p.index_bytes, to, here ? local : -1);
-                            p.receive_topk_weights[to] =
-                                here && p.topk_weights != nullptr ? p.topk_weights[from] : 0.0f;
-                        });
-                        run.for_each_of_thread(team, 1, [&](uint32_t token, uint32_t row, uint32_t) {
-                            p.receive_source[first + row] = static_cast<int32_t>(token);
-                        });
-                        return true;
-                    });
+    for_each_window(
+        p.is_token_in_rank, group.num_ranks(), TokenRange::of(p.num_tokens, channel, channels), group.rank, 1,
+        [&](uint32_t base, device::LaneMask selected) {
+            const TokenRun run{base, selected, kept};
+            kept += device::population_count(selected);
+            copy_rows(
+                p, team, run, [&](uint32_t row) { return p.receive_x + (first + row) * shape.row_bytes; },
+                [&](uint32_t row) { return p.receive_scales + (first + row) * shape.scale_bytes; });
+            run.for_each_of_thread(
+                team, topk, [&](uint32_t token, uint32_t k) { return Pick::of(p, token, k); },
+                [&](uint32_t row, uint32_t k, const Pick &pick) { pick.receive(p, (first + row) * topk + k); });
+            run.for_each_of_thread(
+                team, 1, [&](uint32_t token, uint32_t) { return static_cast<int32_t>(token); },
+                [&](uint32_t row, uint32_t, int32_t token) { p.receive_source[first + row] = token; });
+            return true;
+        });
 }
 
 // Role: forward this channel's rows of my rail peer in `source_domain` to the ranks of my domain.

@@ -71,6 +71,25 @@ struct Team {
     UCCL_EP_DEVICE uint32_t first_warp() const { return device::warp_in_block() - index; }
 };
 
+// Calls `store(item, load(item))` for items [0, count), shared out among the threads of the team. A thread has the loads of
+// two items under way together, since it waits for memory, some 0.7 us, before it stores what they brought.
+template <class Load, class Store>
+UCCL_EP_DEVICE void share_out(Team team, uint32_t count, Load load, Store store) {
+    constexpr uint32_t kAtOnce = 2;
+    const uint32_t threads = team.threads();
+    for (uint32_t first = team.thread(); first < count; first += kAtOnce * threads) {
+        decltype(load(first)) loaded[kAtOnce] = {};
+        UCCL_EP_UNROLL
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+            if (first + i * threads < count) loaded[i] = load(first + i * threads);
+        }
+        UCCL_EP_UNROLL
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+            if (first + i * threads < count) store(first + i * threads, loaded[i]);
+        }
+    }
+}
+
 // Both ends of a stream, in window offsets and signal indices; computed by the functions below.
 struct StreamPlace {
     uint32_t peer;             // rank at the other end

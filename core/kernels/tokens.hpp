@@ -59,6 +59,40 @@ UCCL_EP_DEVICE bool for_each_window(const uint8_t *is_token_in_rank, uint32_t nu
     return true;
 }
 
+// Some tokens of one window of the warp's lanes: those of `mask`, which take neighbouring rows from `first` on.
+struct TokenRun {
+    uint32_t base;  // token of lane 0
+    device::LaneMask mask;
+    uint32_t first;
+
+    UCCL_EP_DEVICE uint32_t row(uint32_t lane) const {
+        return first + device::population_count(mask & ((device::LaneMask{1} << lane) - 1));
+    }
+    // Calls `visit(token, row)` for the rows whose turn it is for this warp. The whole warp.
+    template <class Visit>
+    UCCL_EP_DEVICE void for_each_of_warp(Team team, Visit visit) const {
+        uint32_t next = first;
+        for (device::LaneMask left = mask; left != 0; left &= left - 1, ++next) {
+            if (next % team.size == team.index) visit(base + device::lowest_bit(left), next);
+        }
+    }
+    // Calls `store(row, i, load(token, i))` for i in [0, count) of each token, all of them shared out among the threads of
+    // the team. Not by the warp.
+    template <class Load, class Store>
+    UCCL_EP_DEVICE void for_each_of_thread(Team team, uint32_t count, Load load, Store store) const {
+        share_out(
+            team, count * device::kWarpSize,
+            [&](uint32_t item) {
+                const uint32_t lane = item / count;
+                return (mask >> lane & 1) != 0 ? load(base + lane, item % count) : decltype(load(base, 0)){};
+            },
+            [&](uint32_t item, const auto &loaded) {
+                const uint32_t lane = item / count;
+                if ((mask >> lane & 1) != 0) store(row(lane), item % count, loaded);
+            });
+    }
+};
+
 // Sum of `value` over the lanes below this one, and over all lanes; values are counts of tokens. A ballot a bit
 // costs less than as many dependent loads would.
 UCCL_EP_DEVICE uint32_t sum_below(uint32_t value, uint32_t *total) {
