@@ -105,6 +105,17 @@ def test_teams_share_a_block(
     assert launches == [kernels] * ranks
 
 
+# Two slots of one row or two: a round of sums may not wait for rows of the next that its own slots have no room for.
+@pytest.mark.parametrize(("block_teams", "hidden"), [(1, 1800), (3, 1800), (3, 900)])
+def test_rounds_of_few_rows(pool: RankPool, block_teams: int, hidden: int) -> None:
+    pool.run(
+        high_throughput, ranks=2, domain=0, timeout_s=120,
+        options={**options(1, 1), "UCCL_EP_BLOCK_TEAMS": str(block_teams), "UCCL_EP_NUM_SMS": "1",
+                 "UCCL_EP_SLOT_BYTES": "4096", "UCCL_EP_NUM_SLOTS": "2"},
+        arguments={"tokens": [13, 6], "hidden": hidden, "experts": 8, "topk": 3, "cached": True, "seed": 3},
+    )  # fmt: skip
+
+
 def refused(ctx: Context) -> str:
     """What is said of more teams than a device has barriers for, such as one whose blocks have one."""
     backend = type(ctx.buffer()._communicator.backend)

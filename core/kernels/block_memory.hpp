@@ -103,38 +103,50 @@ struct CombineTerm {
     uint32_t reserved;
 };
 
+// The payload of each of a list of them.
+struct CombinePayloads {
+    const CombineTerm *terms;
+    UCCL_EP_DEVICE const uint8_t *operator()(uint32_t i) const { return terms[i].payload; }
+};
+
 // What the reducing team keeps; a block has only one such, as it works for one channel. Rows that come home from a rank
 // are numbered in the order of its tokens; every message but the last is full, so a row's number says where it lies.
+// Tokens are summed in rounds, and a round is numbered while the one before is summed: what both keep is there twice.
 struct CombineProgress {
-    uint64_t *received;  // [ranks] messages received in earlier operations
-    CombineTerm *terms;  // [warps][ranks + 2]
-    uint32_t *next;      // [ranks] number of the next row
-    uint32_t *after;     // [ranks] and of the next after this round
-    int32_t *row;        // [tokens of a round][ranks] number of the token's row, -1: none
+    uint8_t *memory;
+    uint32_t warps, ranks;
 
-    // Tokens of one round: equally many for all warps, and 24 at least (8 for a lone one), since a round costs a team some
-    // waits and meetings, 7 us on an H200, whatever it holds; and no more than whose rows the slots can hold.
+    // Messages received in earlier operations [ranks].
+    UCCL_EP_DEVICE uint64_t *received() const { return reinterpret_cast<uint64_t *>(memory); }
+    // The terms of the token at hand [warps][ranks + 2].
+    UCCL_EP_DEVICE CombineTerm *terms() const {
+        return reinterpret_cast<CombineTerm *>(received() + ranks + ranks % 2);
+    }
+    // Where the first message of this operation lies [ranks].
+    UCCL_EP_DEVICE uint32_t *slot() const { return reinterpret_cast<uint32_t *>(terms() + warps * (ranks + 2)); }
+    // Rows that come home [ranks].
+    UCCL_EP_DEVICE uint32_t *total() const { return slot() + ranks; }
+    // Messages of this operation that were given back [ranks].
+    UCCL_EP_DEVICE uint32_t *emptied() const { return slot() + 2 * ranks; }
+    // Number of the next row after a round, after the one before it, and after the one before that [3][ranks].
+    UCCL_EP_DEVICE uint32_t *after() const { return slot() + 3 * ranks; }
+    // Number of a token's row, -1: none [2][tokens of a round][ranks].
+    UCCL_EP_DEVICE int32_t *row() const { return reinterpret_cast<int32_t *>(slot() + 6 * ranks); }
+
+    // Tokens of one round: equally many for all warps, and 24 at least (8 for a lone one), since a round costs a team a
+    // meeting, whatever it holds; and no more than whose rows the slots can hold together with those of the next round.
     UCCL_EP_DEVICE static constexpr uint32_t tokens(uint32_t warps, uint32_t ranks, uint32_t slots, uint32_t capacity) {
         const uint32_t least = warps == 1 ? 8 : 24, wanted = (warps + least - 1) / warps * warps,
-                       held = (slots - 1) * capacity + 1;
-        const uint32_t fit = ranks < 2048 ? 2048 / ranks : 1;
+                       held = ((slots - 1) * capacity + 1) / 2;
+        const uint32_t fit = ranks < 1024 ? 1024 / ranks : 1;
         const uint32_t few = wanted < held ? wanted : held;
         return few < fit ? few : fit;
     }
-    UCCL_EP_DEVICE static CombineProgress in(uint8_t *memory, uint32_t warps, uint32_t ranks) {
-        CombineProgress at;
-        at.received = reinterpret_cast<uint64_t *>(memory);
-        at.terms = reinterpret_cast<CombineTerm *>(at.received + ranks + ranks % 2);
-        at.next = reinterpret_cast<uint32_t *>(at.terms + warps * (ranks + 2));
-        at.after = at.next + ranks;
-        at.row = reinterpret_cast<int32_t *>(at.after + ranks);
-        return at;
-    }
     // For any number and size of slots.
     UCCL_EP_DEVICE static uint64_t bytes(uint32_t warps, uint32_t ranks) {
-        const uint64_t most_tokens = tokens(warps, ranks, 2, 2048);  // slots that hold more than a round takes
+        const uint64_t most_tokens = tokens(warps, ranks, 2, 4096);  // slots that hold more than two rounds take
         return 8 * (ranks + ranks % 2) + uint64_t{warps} * (ranks + 2) * sizeof(CombineTerm) +
-               4 * ranks * (2 + most_tokens);
+               4 * ranks * (6 + 2 * most_tokens);
     }
 };
 

@@ -46,7 +46,7 @@ UCCL_EP_DEVICE bool combine_send(const CombineParameters &p, Team team, uint32_t
 struct IncomingRows {
     const CombineParameters &p;
     StreamPlace place;
-    uint32_t rank, total, capacity;
+    uint32_t rank, first_slot, total, capacity;
     uint64_t received;
 
     UCCL_EP_DEVICE static IncomingRows of(const CombineParameters &p, const CombineProgress &progress, uint32_t rank,
@@ -54,9 +54,10 @@ struct IncomingRows {
         return {p,
                 direct_from(p.group, rank, channel),
                 rank,
-                static_cast<uint32_t>(p.send_rows[rank * p.group.layout.num_channels + channel]),
+                progress.slot()[rank],
+                progress.total()[rank],
                 CombineRows::capacity(p),
-                progress.received[rank]};
+                progress.received()[rank]};
     }
     UCCL_EP_DEVICE uint32_t rows_of_message(uint32_t message) const {
         return total - message * capacity < capacity ? total - message * capacity : capacity;
@@ -68,7 +69,10 @@ struct IncomingRows {
     }
     UCCL_EP_DEVICE CombineTerm term(uint32_t row) const {
         const uint32_t message = row / capacity;
-        const uint8_t *slot = slot_at(p.group, place, received + message);
+        // As slot_at() has it, without a division of 64 bits for each token.
+        const Layout &layout = p.group.layout;
+        const uint32_t number = (first_slot + message) % layout.num_slots;
+        const uint8_t *slot = p.group.data + place.remote_ring + number * layout.slot_bytes;
         const CombineRows at = CombineRows::of(p, rows_of_message(message));
         const uint32_t within = row - message * capacity;
         return {slot + at.payload + uint64_t{within} * p.row_bytes,
@@ -108,9 +112,8 @@ UCCL_EP_DEVICE uint32_t sum_domains(const CombineParameters &p, CombineTerm *ter
         }
         if (end - begin > 1) {
             // A lane reads each element of all rows before it writes that element: summing in place is safe.
-            sum_payload<false>(
-                p.payload_type, const_cast<uint8_t *>(sum.payload), 0, p.hidden, end - begin,
-                [&](uint32_t j) { return terms[begin + j].payload; }, [](uint32_t) { return 1.0f; });
+            sum_all(p.payload_type, const_cast<uint8_t *>(sum.payload), 0, p.hidden, end - begin,
+                    CombinePayloads{terms + begin});
         }
         device::sync_warp();  // all lanes have read the terms up to `end`
         if (device::lane() == 0) terms[left] = sum;
@@ -120,11 +123,10 @@ UCCL_EP_DEVICE uint32_t sum_domains(const CombineParameters &p, CombineTerm *ter
     return left;
 }
 
-// Sum one token; `rows` are the numbers of its rows by rank. The whole warp.
+// Sum one token; `rows` are the numbers of its rows by rank, and `own` is the first of my own rows. The whole warp.
 UCCL_EP_DEVICE void combine_sum(const CombineParameters &p, const CombineProgress &progress, uint32_t channel,
-                                uint32_t token, const int32_t *rows, CombineTerm *list) {
+                                uint64_t own, uint32_t token, const int32_t *rows, CombineTerm *list) {
     const Group &group = p.group;
-    const uint64_t own = static_cast<uint64_t>(p.receive_offset[group.rank * group.layout.num_channels + channel]);
     const uint32_t num_biases = (p.bias[0] != nullptr) + (p.bias[1] != nullptr);
     device::sync_warp();  // the terms of the token before have been read
     if (device::lane() == 0 && num_biases != 0) {
@@ -159,66 +161,114 @@ UCCL_EP_DEVICE void combine_sum(const CombineParameters &p, const CombineProgres
     }
     if (p.domains_first != 0) num_terms = sum_domains(p, terms, num_terms);
     sum_token(p.payload_type, p.out + uint64_t{token} * p.row_bytes, p.hidden, num_biases + num_terms,
-              [&](uint32_t j) { return list[j].payload; });
+              CombinePayloads{list});
 }
 
-// Role: sum this channel's tokens, some of them a round: their rows are waited for together, and go back together.
-UCCL_EP_DEVICE bool combine_reduce(const CombineParameters &p, Team team, uint32_t channel) {
-    const Group &group = p.group;
-    const uint32_t ranks = group.num_ranks(), channels = group.layout.num_channels;
-    const TokenRange range = TokenRange::of(p.num_tokens, channel, channels);
-    const CombineProgress progress = CombineProgress::in(device::shared_memory(), team.size, ranks);
-    const uint32_t most = CombineProgress::tokens(team.size, ranks, group.layout.num_slots, CombineRows::capacity(p));
-    for (uint32_t rank = team.index * device::kWarpSize + device::lane(); rank < ranks;
-         rank += team.size * device::kWarpSize) {
-        progress.received[rank] = *Counters::at(group, MessageCounter::kDirectReceived, rank, channel);
-        progress.next[rank] = 0;
+// Sums of a channel's tokens, some of them a round. While the team sums a round, a warp for each rank numbers the rows of
+// the next and waits for them, another gives back the slots that the round before emptied; all meet once a round.
+class CombineRounds {
+  public:
+    UCCL_EP_DEVICE CombineRounds(const CombineParameters &p, Team team, uint32_t channel)
+        : p_(p),
+          team_(team),
+          channel_(channel),
+          range_(TokenRange::of(p.num_tokens, channel, p.group.layout.num_channels)),
+          progress_{device::shared_memory(), team.size, p.group.num_ranks()},
+          most_(CombineProgress::tokens(team.size, p.group.num_ranks(), p.group.layout.num_slots,
+                                        CombineRows::capacity(p))) {
+        const uint32_t channels = p.group.layout.num_channels;
+        for (uint32_t rank = team.thread(); rank < ranks(); rank += team.threads()) {
+            const uint64_t received = *Counters::at(p.group, MessageCounter::kDirectReceived, rank, channel);
+            progress_.received()[rank] = received;
+            progress_.slot()[rank] = static_cast<uint32_t>(received % p.group.layout.num_slots);
+            progress_.total()[rank] = static_cast<uint32_t>(p.send_rows[rank * channels + channel]);
+            progress_.emptied()[rank] = 0;
+            after(kBeforeFirst)[rank] = 0;
+        }
+        team_.sync();
     }
-    team.sync();
-    bool ok = true;
-    for (uint32_t first = range.begin; first < range.end; first += most) {
-        const uint32_t tokens = range.end - first < most ? range.end - first : most;
-        for (uint32_t rank = team.index; rank < ranks; rank += team.size) {
-            uint32_t next = progress.next[rank];
+
+    UCCL_EP_DEVICE bool sum() {
+        const uint64_t own =
+            static_cast<uint64_t>(p_.receive_offset[p_.group.rank * p_.group.layout.num_channels + channel_]);
+        const uint32_t rounds = (range_.end - range_.begin + most_ - 1) / most_;
+        bool ok = rounds == 0 || number(0);
+        for (uint32_t round = 0; round < rounds; ++round) {
+            ok = team_.all(ok);  // the rows of this round are here, and those of the one before have been read
+            if (!ok) return false;
+            if (round > 0) ok = give_back(round - 1);
+            const uint32_t begin = first_token(round), tokens = first_token(round + 1) - begin;
+            for (uint32_t i = team_.index; i < tokens; i += team_.size) {
+                combine_sum(p_, progress_, channel_, own, begin + i, rows(round) + i * ranks(),
+                            progress_.terms() + team_.index * (ranks() + 2));
+            }
+            if (round + 1 < rounds) ok = number(round + 1) && ok;
+            device::sync_lanes();  // the others learn of a failure when they meet again
+        }
+        team_.sync();
+        return rounds == 0 || give_back(rounds - 1);
+    }
+
+  private:
+    static constexpr uint32_t kBeforeFirst = 2;  // as good as any third round
+
+    UCCL_EP_DEVICE uint32_t ranks() const { return p_.group.num_ranks(); }
+    UCCL_EP_DEVICE uint32_t first_token(uint32_t round) const {
+        return range_.end - range_.begin < round * most_ ? range_.end : range_.begin + round * most_;
+    }
+    UCCL_EP_DEVICE int32_t *rows(uint32_t round) const { return progress_.row() + round % 2 * most_ * ranks(); }
+    UCCL_EP_DEVICE uint32_t *after(uint32_t round) const { return progress_.after() + round % 3 * ranks(); }
+
+    // Number the rows of a round, and wait for them; false on failure. Each warp some ranks.
+    UCCL_EP_DEVICE bool number(uint32_t round) {
+        const uint32_t begin = first_token(round), tokens = first_token(round + 1) - begin;
+        bool ok = true;
+        for (uint32_t rank = team_.index; rank < ranks(); rank += team_.size) {
+            const uint32_t before = after(round + kBeforeFirst)[rank];
+            uint32_t next = before;
             for (uint32_t base = 0; base < tokens; base += device::kWarpSize) {
                 const uint32_t i = base + device::lane();
-                const bool there = i < tokens && p.is_token_in_rank[uint64_t{first + i} * ranks + rank] != 0;
+                const bool there = i < tokens && p_.is_token_in_rank[uint64_t{begin + i} * ranks() + rank] != 0;
                 const device::LaneMask mask = device::ballot(there);
                 if (i < tokens) {
-                    progress.row[i * ranks + rank] =
+                    rows(round)[i * ranks() + rank] =
                         there ? static_cast<int32_t>(next + device::population_count(mask & device::lanes_below()))
                               : -1;
                 }
                 next += device::population_count(mask);
             }
             if (device::lane() == 0) {
-                progress.after[rank] = next;
-                const bool here = rank == group.rank || next == progress.next[rank];
-                ok = ok && (here || IncomingRows::of(p, progress, rank, channel).wait(progress.next[rank], next));
+                after(round)[rank] = next;
+                const bool here = rank == p_.group.rank || next == before;
+                ok = ok && (here || IncomingRows::of(p_, progress_, rank, channel_).wait(before, next));
             }
         }
-        ok = team.all(ok);
-        if (!ok) break;
-        for (uint32_t i = team.index; i < tokens; i += team.size) {
-            combine_sum(p, progress, channel, first + i, progress.row + i * ranks,
-                        progress.terms + team.index * (ranks + 2));
-        }
-        team.sync();  // the rows have been read: slots may go back
-        for (uint32_t rank = team.index; rank < ranks; rank += team.size) {
-            if (device::lane() != 0) continue;
-            const uint32_t before = progress.next[rank], after = progress.after[rank];
-            progress.next[rank] = after;  // of this warp alone
-            if (rank == group.rank || before == after) continue;
-            const IncomingRows rows = IncomingRows::of(p, progress, rank, channel);
-            if (rows.messages_emptied(before) == rows.messages_emptied(after)) continue;
-            const uint64_t emptied = rows.received + rows.messages_emptied(after);
-            ok = ok && raise_signal(group, rank, rows.place.credit_signal, emptied, Phase::kCombine);
-            *rows.place.counter = emptied;
-        }
-        device::sync_lanes();  // the others learn of a failure when they meet again
+        return ok;
     }
-    return ok;
-}
+
+    // The rows of a round have been read: slots that are empty may go back; false on failure. Each warp some ranks, the
+    // last warp the first of them: a release takes a GPU as long as a wait, and one warp should not have both.
+    UCCL_EP_DEVICE bool give_back(uint32_t round) {
+        bool ok = true;
+        for (uint32_t rank = team_.size - 1 - team_.index; rank < ranks(); rank += team_.size) {
+            if (device::lane() != 0 || rank == p_.group.rank) continue;
+            const IncomingRows rows = IncomingRows::of(p_, progress_, rank, channel_);
+            const uint32_t emptied = rows.messages_emptied(after(round)[rank]);
+            if (emptied == progress_.emptied()[rank]) continue;
+            progress_.emptied()[rank] = emptied;
+            ok = ok && raise_signal(p_.group, rank, rows.place.credit_signal, rows.received + emptied, Phase::kCombine);
+            *rows.place.counter = rows.received + emptied;
+        }
+        return ok;
+    }
+
+    const CombineParameters &p_;
+    Team team_;
+    uint32_t channel_;
+    TokenRange range_;
+    CombineProgress progress_;
+    uint32_t most_;  // tokens of a round
+};
 
 UCCL_EP_KERNEL(uccl_ep_combine, CombineParameters) {
     const CombineParameters &p = parameters;
@@ -231,7 +281,7 @@ UCCL_EP_KERNEL(uccl_ep_combine, CombineParameters) {
     const Team team = Team::of(mine);
     for (uint32_t role = teams.first; role < combine_roles(group.layout); role += teams.count) {
         if (role == 0) {
-            combine_reduce(p, team, teams.channel);
+            CombineRounds(p, team, teams.channel).sum();
         } else {
             combine_send(p, team, (group.rank + role) % ranks, teams.channel);
         }

@@ -122,7 +122,14 @@ UCCL_EP_DEVICE void sum_payload(uint32_t payload_type, uint8_t *out, uint32_t be
     });
 }
 
-// The sum of whole rows of `elements`, not weighted. Apart from the above, since the shortcut takes registers.
+// The same, not weighted.
+template <class Term>
+UCCL_EP_DEVICE void sum_all(uint32_t payload_type, uint8_t *out, uint32_t begin, uint32_t end, uint32_t num_terms,
+                            Term term) {
+    sum_payload<false>(payload_type, out, begin, end, num_terms, term, [](uint32_t) { return 1.0f; });
+}
+
+// The sum of whole rows of `elements`, not weighted. `term` is copied.
 template <class Term>
 UCCL_EP_DEVICE void sum_token(uint32_t payload_type, uint8_t *out, uint32_t elements, uint32_t num_terms, Term term) {
     uint32_t begin = 0;
@@ -134,7 +141,7 @@ UCCL_EP_DEVICE void sum_token(uint32_t payload_type, uint8_t *out, uint32_t elem
         if (begin == elements) return;
     }
 #endif
-    sum_payload<false>(payload_type, out, begin, elements, num_terms, term, [](uint32_t) { return 1.0f; });
+    sum_all(payload_type, out, begin, elements, num_terms, term);
 }
 
 // Elements that a warp sums at a time, by the runs given: pieces of a row that are shared out begin at multiples of
