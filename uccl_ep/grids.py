@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from uccl_ep_core._native import kernels
 from uccl_ep_core.gpu_backend import KernelLimits
 
 LOCAL_WARPS = 8
@@ -23,4 +24,5 @@ def full_grid(limits: KernelLimits, most_warps: int) -> dict[str, int]:
 def low_latency_grid(limits: KernelLimits, staged: bool) -> dict[str, int]:
     """The grid of a low-latency kernel; ``staged``: the data window lies in host memory, for a transport."""
     grid = full_grid(limits, MEETING_WARPS)
-    return {**grid, "num_blocks": min(grid["num_blocks"], STAGED_BLOCKS)} if staged else grid
+    most = STAGED_BLOCKS if staged else int(kernels.PACKED_BLOCKS)  # which have a counter each
+    return {**grid, "num_blocks": min(grid["num_blocks"], most)}

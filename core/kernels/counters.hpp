@@ -22,15 +22,21 @@ enum class MessageCounter : uint32_t {
 };
 
 enum class SingleCounter : uint32_t {
-    kLowLatencyDispatchSent = 0,
-    kLowLatencyDispatchReceived = 1,
-    kLowLatencyCombineSent = 2,
-    kLowLatencyCombineReceived = 3,
-    kBarrier = 4,
-    kGridArrived = 5,
-    kGridRound = 6,    // barriers of all blocks that were passed
-    kBlocksDone = 7,   // blocks of the launch at hand that have done their part
-    kAborted = 8,  // not a count: non-zero once a kernel of this rank has seen that somebody failed
+    // Of packed low-latency operations where a transport is in play (ll_room.hpp, ll_exchange.hpp), by message number:
+    kLowLatencyDispatchRoom = 0,  // up to which one every rank has room, and every outbox
+    kLowLatencyCombineRoom = 1,
+    kLowLatencyDispatchTold = 2,  // up to which one the others were told that theirs have been read
+    kLowLatencyCombineTold = 3,
+    kLowLatencyDispatchWritten = 4,  // up to which one the blocks of this rank have written what is theirs
+    kLowLatencyCombineWritten = 5,
+    kLowLatencyDispatchArrived = 6,  // up to which one those of all ranks have come, and their heads are handed on
+    kLowLatencyCombineArrived = 7,
+    kBarrier = 8,
+    kGridArrived = 9,
+    kGridRound = 10,       // barriers of all blocks that were passed
+    kBlocksDone = 11,      // blocks of the launch at hand that have done their part
+    kBlocksWritten = 12,   // blocks of the launch at hand that have written their rows
+    kAborted = 13,  // not a count: non-zero once a kernel of this rank has seen that somebody failed
 };
 
 enum class LowLatencyHalf : uint32_t { kDispatchSend = 0, kDispatchReceive = 1, kCombineSend = 2, kCombineReceive = 3 };
@@ -42,13 +48,19 @@ struct Counters {
     }
     // kLowLatencyTicket takes four strides: dispatch and combine, one a parity each.
     UCCL_EP_DEVICE static uint64_t bytes(const Layout &layout) {
-        return (static_cast<uint64_t>(MessageCounter::kCount) * stride(layout) + 4 * kDirectBlocks) * sizeof(uint64_t);
+        const uint64_t entries = static_cast<uint64_t>(MessageCounter::kCount) * stride(layout);
+        return (entries + 4 * uint64_t{kDirectBlocks + kPackedBlocks}) * sizeof(uint64_t);
     }
     // Operations that a block of direct low-latency kernels has done, of this half: its own, so that no block waits for
     // the others of its launch.
     UCCL_EP_DEVICE static uint64_t *direct(const Group &group, LowLatencyHalf half, uint32_t block) {
         return group.counters + static_cast<uint64_t>(MessageCounter::kCount) * stride(group.layout) +
                static_cast<uint64_t>(half) * kDirectBlocks + block;
+    }
+    // Likewise of packed ones. Every launch of them has as many blocks, or their counts would differ.
+    UCCL_EP_DEVICE static uint64_t *packed(const Group &group, LowLatencyHalf half, uint32_t block) {
+        return direct(group, LowLatencyHalf::kDispatchSend, 0) + 4 * kDirectBlocks +
+               static_cast<uint64_t>(half) * kPackedBlocks + block;
     }
     UCCL_EP_DEVICE static uint64_t *at(const Group &group, MessageCounter counter, uint32_t peer, uint32_t channel) {
         return group.counters + static_cast<uint64_t>(counter) * stride(group.layout) +

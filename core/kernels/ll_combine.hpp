@@ -3,7 +3,7 @@
 #pragma once
 
 #include "block_memory.hpp"
-#include "ll_exchange.hpp"
+#include "ll_room.hpp"
 #include "sums.hpp"
 #include "tokens.hpp"
 
@@ -15,13 +15,12 @@ UCCL_EP_DEVICE void ll_combine_send(const LowLatencyCombineParameters &p) {
     const Layout &layout = group.layout;
     const LowLatencyShape &shape = p.shape;
     const uint32_t ranks = group.num_ranks(), local_experts = shape.num_experts / ranks;
-    uint64_t *sent = Counters::at(group, SingleCounter::kLowLatencyCombineSent);
-    const uint64_t number = *sent + 1;
+    const uint64_t number = ll_done(group, LowLatencyHalf::kCombineSend) + 1;
+    const bool knows_room = ll_knows_room<PackedCombine>(group, p.masked, number);
     const uint32_t parity = static_cast<uint32_t>(number & 1);
     const auto masked = [&](uint32_t rank) { return p.masked != nullptr && p.masked[rank] != 0; };
-    const bool ok = ll_wait_room(group, SignalKind::kLowLatencyCombineCredit, SignalKind::kLowLatencyCombine, number,
-                                 Counters::combine_ticket(group, parity, 0, 0), Phase::kLowLatencyCombineSend, p.masked,
-                                 LowLatencyHalf::kCombineSend);
+    // After an earlier failure, what the kernels before should have left is not there.
+    const bool ok = knows_room ? may_begin(group) : ll_wait_room<PackedCombine>(group, number, p.masked);
     const uint64_t rows_per_expert = uint64_t{ranks} * shape.max_tokens;
     // Offset, in the outbox, of the rows for a destination that a transport reaches.
     const auto outbox_of = [&](uint32_t destination) {
@@ -62,21 +61,18 @@ UCCL_EP_DEVICE void ll_combine_send(const LowLatencyCombineParameters &p) {
             device::copy(to + at, from + at, shape.row_bytes - begin < piece ? shape.row_bytes - begin : piece);
         }
     }
-    // The last block has seen the others' arrival, so its signals carry their rows too.
-    if (!last_block(group) || aborted(group)) return;
-    const uint32_t thread = device::warp_in_block() * device::kWarpSize + device::lane();
-    for (uint32_t i = thread; i < ranks * layout.ll_parts; i += device::warps_per_block() * device::kWarpSize) {
-        const uint32_t destination = i / layout.ll_parts, part = i % layout.ll_parts;
-        if (masked(destination) || part >= ll_parts(group, destination)) continue;
-        uint64_t ticket = 0;
-        ll_send(group, destination, part, SignalKind::kLowLatencyCombine,
-                group.is_local(destination) ? 0 : outbox_of(destination),
-                layout.ll_combine_inbox(parity) + static_cast<uint64_t>(p.combine_base[destination]) * shape.row_bytes,
-                static_cast<uint64_t>(p.rows_home[destination]) * shape.row_bytes, number,
-                Phase::kLowLatencyCombineSend, &ticket);
-        if (!group.is_local(destination)) *Counters::combine_ticket(group, parity, destination, part) = ticket + 1;
+    if (ll_all_written(group, device::num_blocks(), ok)) {
+        ll_send_all<PackedCombine>(group, number, p.masked, [&](uint32_t destination) -> LowLatencyMessage {
+            return {group.is_local(destination) ? 0 : outbox_of(destination),
+                    layout.ll_combine_inbox(parity) +
+                        static_cast<uint64_t>(p.combine_base[destination]) * shape.row_bytes,
+                    static_cast<uint64_t>(p.rows_home[destination]) * shape.row_bytes};
+        });
+        if (ll_credits_travel(group, p.masked)) ll_tell<PackedCombine>(group);
     }
-    if (thread == 0) *sent = number;
+    if (device::warp_in_block() == 0 && device::lane() == 0) {
+        *Counters::packed(group, LowLatencyHalf::kCombineSend, device::block_index()) = number;
+    }
 }
 
 // Sum elements [begin, end) of a token. The whole warp.
@@ -117,26 +113,11 @@ UCCL_EP_DEVICE void ll_combine_receive(const LowLatencyCombineParameters &p) {
     const Group &group = p.group;
     const Layout &layout = group.layout;
     const LowLatencyShape &shape = p.shape;
-    const uint32_t ranks = group.num_ranks();
-    uint64_t *received = Counters::at(group, SingleCounter::kLowLatencyCombineReceived);
-    const uint64_t number = *received + 1;
+    const uint64_t number = ll_done(group, LowLatencyHalf::kCombineReceive) + 1;
     const uint32_t parity = static_cast<uint32_t>(number & 1);
     const uint32_t warp = device::block_index() * device::warps_per_block() + device::warp_in_block();
     const uint32_t warps = device::num_blocks() * device::warps_per_block();
-    const auto masked = [&](uint32_t rank) { return p.masked != nullptr && p.masked[rank] != 0; };
-    bool ok = true;
-    for (uint32_t i = device::warp_in_block(); i < ranks && looks(group); i += device::warps_per_block()) {
-        const uint32_t source = (group.rank + i) % ranks;
-        if (masked(source) || (source == group.rank && layout.has_remote)) continue;
-        const bool timed =
-            p.wait_cost != nullptr && device::block_index() == 0 && device::lane() == 0 && source != group.rank;
-        const uint64_t start = timed ? device::now_ns() : 0;
-        const uint32_t signal = layout.signal_index(SignalKind::kLowLatencyCombine, source, 0);
-        ok = ok && ll_wait_message(group, {Phase::kLowLatencyCombineReceive, source, signal, number}, p.masked,
-                                   LowLatencyHalf::kCombineReceive);
-        if (timed) p.wait_cost[source] += static_cast<int64_t>(device::now_ns() - start);
-    }
-    if (all_have_looked(group, ok)) {
+    if (ll_wait_all<PackedCombine>(group, number, p.masked, p.wait_cost, [](uint32_t) { return true; })) {
         const uint8_t *inbox = group.data + layout.ll_combine_inbox(parity);
         auto *terms =
             reinterpret_cast<WeightedRow *>(device::shared_memory()) + device::warp_in_block() * shape.num_topk;
@@ -151,14 +132,13 @@ UCCL_EP_DEVICE void ll_combine_receive(const LowLatencyCombineParameters &p) {
                          terms);
         }
     }
-    if (!last_block(group) || aborted(group)) return;
-    const uint32_t thread = device::warp_in_block() * device::kWarpSize + device::lane();
-    for (uint32_t source = thread; source < ranks; source += device::warps_per_block() * device::kWarpSize) {
-        if (source == group.rank) continue;  // as in dispatch, also one that is left out
-        raise_signal(group, source, layout.signal_index(SignalKind::kLowLatencyCombineCredit, group.rank, 0), number,
-                     Phase::kLowLatencyCombineReceive);
+    if (!ll_credits_travel(group, p.masked) && last_block(group) && !aborted(group)) {
+        ll_tell_at_once<PackedCombine>(group, number);
     }
-    if (thread == 0) *received = number;
+    // All threads of the block have read the count: they have met since.
+    if (device::warp_in_block() == 0 && device::lane() == 0) {
+        *Counters::packed(group, LowLatencyHalf::kCombineReceive, device::block_index()) = number;
+    }
 }
 
 UCCL_EP_KERNEL(uccl_ep_ll_combine_send, LowLatencyCombineParameters) { ll_combine_send(parameters); }

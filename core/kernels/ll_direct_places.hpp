@@ -60,7 +60,7 @@ UCCL_EP_DEVICE void direct_refuse_packed(const LowLatencyDispatchParameters &p, 
     const auto signal = [&](SignalKind kind) {
         return device::load_acquire_system(local_signal(group, group.rank, group.layout.signal_index(kind, source, 0)));
     };
-    const uint64_t packed = *Counters::at(group, SingleCounter::kLowLatencyDispatchReceived) + 1;
+    const uint64_t packed = *Counters::packed(group, LowLatencyHalf::kDispatchReceive, 0) + 1;
     if (signal(SignalKind::kLowLatencyDispatch) >= packed) {
         ll_check(p, *reinterpret_cast<const MessageHeader *>(direct_dispatch_inbox(group, group.data, source, packed)),
                  source, packed, LowLatencyPath::kDirect);

@@ -3,7 +3,7 @@
 
 #include "block_memory.hpp"
 #include "float8.hpp"
-#include "ll_exchange.hpp"
+#include "ll_room.hpp"
 #include "tokens.hpp"
 
 namespace uccl_ep {
@@ -66,10 +66,9 @@ UCCL_EP_DEVICE const int32_t *ll_count(const LowLatencyDispatchParameters &p, ui
 // Check the head of a message that came, and put it where all blocks read it. Everything of it is loaded together, since
 // each load from host memory takes 1.3 us. The whole warp; false on failure.
 UCCL_EP_DEVICE bool ll_hand_on_head(const LowLatencyDispatchParameters &p, uint32_t parity, uint32_t source,
-                                    uint64_t number) {
+                                    uint64_t number, RoomAhead &room) {
     const Group &group = p.group;
     const uint32_t ranks = group.num_ranks(), local_experts = p.shape.num_experts / ranks;
-    if (p.masked != nullptr && p.masked[source] != 0) return true;  // left out, just now
     const uint8_t *message = ll_inbox(group, parity, source);
     const auto *counts = reinterpret_cast<const int32_t *>(message + sizeof(MessageHeader));
     const MessageHeader header = *reinterpret_cast<const MessageHeader *>(message);
@@ -92,6 +91,7 @@ UCCL_EP_DEVICE bool ll_hand_on_head(const LowLatencyDispatchParameters &p, uint3
         ok = ll_check(p, header, source, number);
         p.combine_base[source] = static_cast<int32_t>(header.words[kWordCombineBase]);
         *Counters::rows(group, source) = header.rows;
+        room.read(header);
     }
     return device::broadcast(static_cast<uint32_t>(ok)) != 0;
 }
@@ -195,11 +195,11 @@ UCCL_EP_DEVICE void ll_expand_row(const LowLatencyDispatchParameters &p, const L
     const LowLatencyShape &shape = p.shape;
     const uint32_t ranks = group.num_ranks(), topk = shape.num_topk;
     const uint64_t rows_per_expert = uint64_t{ranks} * shape.max_tokens;
-    const uint8_t *message = ll_inbox(group, parity, source);
-    const LowLatencyRows at = LowLatencyRows::of(shape, ranks, arrivals.rows[source]);
-    const auto *experts = reinterpret_cast<const int32_t *>(message + at.expert) + uint64_t{row} * topk;
-    const auto *places = reinterpret_cast<const int32_t *>(message + at.place) + uint64_t{row} * topk;
-    const int32_t token = reinterpret_cast<const int32_t *>(message + at.source)[row];
+    const LowLatencyRows at = LowLatencyRows::of(shape, ranks, 0);
+    const uint8_t *fields = ll_inbox(group, parity, source) + at.row(row);
+    const auto *experts = reinterpret_cast<const int32_t *>(fields + at.expert);
+    const auto *places = reinterpret_cast<const int32_t *>(fields + at.place);
+    const int32_t token = *reinterpret_cast<const int32_t *>(fields + at.source);
     uint64_t *list = arrivals.list + device::warp_in_block() * topk;
     uint32_t *list_k = arrivals.list_k + device::warp_in_block() * topk;
     uint32_t outputs = 0;
@@ -222,9 +222,9 @@ UCCL_EP_DEVICE void ll_expand_row(const LowLatencyDispatchParameters &p, const L
     ll_copy_payload_out(p, list, outputs,
                         source == group.rank && p.own_in_place != 0
                             ? p.x + uint64_t{static_cast<uint32_t>(token)} * shape.row_bytes
-                            : message + at.payload + uint64_t{row} * shape.row_bytes,
+                            : fields,
                         static_cast<uint32_t>(token), piece, pieces);
-    ll_copy_scales_out(p, list, outputs, message + at.scales + uint64_t{row} * shape.scale_bytes, piece, pieces);
+    ll_copy_scales_out(p, list, outputs, fields + at.scales, piece, pieces);
     if (piece != 0 || source != group.rank) return;
     for (uint32_t i = device::lane(); i < outputs; i += device::kWarpSize) {
         p.own_row[uint64_t{static_cast<uint32_t>(token)} * topk + list_k[i]] =
@@ -232,64 +232,56 @@ UCCL_EP_DEVICE void ll_expand_row(const LowLatencyDispatchParameters &p, const L
     }
 }
 
+// How many rows each message brings, and where those of each source begin within each expert of this rank. The whole
+// block, when all messages have come.
+UCCL_EP_DEVICE void ll_find_arrivals(const LowLatencyDispatchParameters &p, const LowLatencyArrivals &arrivals,
+                                     uint32_t parity) {
+    const uint32_t ranks = p.group.num_ranks(), local_experts = p.shape.num_experts / ranks;
+    const uint32_t threads = device::warps_per_block() * device::kWarpSize;
+    const uint32_t thread = device::warp_in_block() * device::kWarpSize + device::lane();
+    const auto masked = [&](uint32_t rank) { return p.masked != nullptr && p.masked[rank] != 0; };
+    for (uint32_t source = thread; source < ranks; source += threads) {
+        arrivals.rows[source] = masked(source) ? 0 : ll_rows_of(p.group, parity, source);
+    }
+    for (uint32_t e = thread; e < local_experts; e += threads) {
+        int32_t sum = 0;
+        constexpr uint32_t kAtOnce = 8;  // loads in flight
+        for (uint32_t base = 0; base < ranks; base += kAtOnce) {
+            int32_t rows[kAtOnce];
+            UCCL_EP_UNROLL
+            for (uint32_t i = 0; i < kAtOnce; ++i) {
+                rows[i] = base + i < ranks && !masked(base + i) ? *ll_count(p, parity, base + i, e) : 0;
+            }
+            UCCL_EP_UNROLL
+            for (uint32_t i = 0; i < kAtOnce; ++i) {
+                if (base + i < ranks) arrivals.begin[e * ranks + base + i] = sum;
+                sum += rows[i];
+            }
+        }
+    }
+    device::sync_block();
+}
+
 // The receive half. The whole grid.
 UCCL_EP_DEVICE void ll_dispatch_receive(const LowLatencyDispatchParameters &p) {
     const Group &group = p.group;
     const Layout &layout = group.layout;
     const LowLatencyShape &shape = p.shape;
-    const uint32_t ranks = group.num_ranks(), local_experts = shape.num_experts / ranks;
-    uint64_t *received = Counters::at(group, SingleCounter::kLowLatencyDispatchReceived);
-    const uint64_t number = *received + 1;
+    const uint32_t ranks = group.num_ranks(), block = device::block_index();
+    const uint64_t number = ll_done(group, LowLatencyHalf::kDispatchReceive) + 1;
     const uint32_t parity = static_cast<uint32_t>(number & 1);
     const uint32_t warp = device::warp_in_block(), warps = device::warps_per_block();
-    const auto masked = [&](uint32_t rank) { return p.masked != nullptr && p.masked[rank] != 0; };
     const LowLatencyArrivals arrivals = LowLatencyArrivals::in(device::shared_memory(), ranks, warps, shape.num_topk);
-    bool ok = true;
-    for (uint32_t i = warp; i < ranks && looks(group); i += warps) {
-        const uint32_t source = (group.rank + i) % ranks;
-        // Of my own message all that could be waited for is the barrier below, where all blocks have written it.
-        if (!masked(source) && !(source == group.rank && layout.has_remote)) {
-            const bool timed =
-                p.wait_cost != nullptr && device::block_index() == 0 && device::lane() == 0 && source != group.rank;
-            const uint64_t start = timed ? device::now_ns() : 0;
-            const uint32_t signal = layout.signal_index(SignalKind::kLowLatencyDispatch, source, 0);
-            ok = ok && ll_wait_message(group, {Phase::kLowLatencyDispatchReceive, source, signal, number}, p.masked,
-                                       LowLatencyHalf::kDispatchReceive);
-            if (timed) p.wait_cost[source] += static_cast<int64_t>(device::now_ns() - start);
-            if (!ok) continue;
-            if (layout.has_remote) {
-                ok = ll_hand_on_head(p, parity, source, number);
-                continue;
-            }
-            const auto *header = reinterpret_cast<const MessageHeader *>(ll_inbox(group, parity, source));
-            ok = device::broadcast(static_cast<uint32_t>(device::lane() != 0 || masked(source) ||
-                                                         ll_check(p, *header, source, number))) != 0;
-        }
-    }
-    ok = all_have_looked(group, ok);
-    for (uint32_t source = warp * device::kWarpSize + device::lane(); source < ranks && ok;
-         source += warps * device::kWarpSize) {
-        arrivals.rows[source] = masked(source) ? 0 : ll_rows_of(group, parity, source);
-    }
+    RoomAhead room(group, p.masked, number);
+    const bool ok = ll_wait_all<PackedDispatch>(group, number, p.masked, p.wait_cost, [&](uint32_t source) {
+        if (p.masked != nullptr && p.masked[source] != 0) return true;  // left out, just now
+        if (layout.has_remote) return ll_hand_on_head(p, parity, source, number, room);
+        const auto *header = reinterpret_cast<const MessageHeader *>(ll_inbox(group, parity, source));
+        return device::broadcast(static_cast<uint32_t>(device::lane() != 0 || ll_check(p, *header, source, number))) !=
+               0;
+    });
     if (ok) {
-        for (uint32_t e = warp * device::kWarpSize + device::lane(); e < local_experts;
-             e += warps * device::kWarpSize) {
-            int32_t sum = 0;
-            constexpr uint32_t kAtOnce = 8;  // loads in flight
-            for (uint32_t base = 0; base < ranks; base += kAtOnce) {
-                int32_t rows[kAtOnce];
-                UCCL_EP_UNROLL
-                for (uint32_t i = 0; i < kAtOnce; ++i) {
-                    rows[i] = base + i < ranks && !masked(base + i) ? *ll_count(p, parity, base + i, e) : 0;
-                }
-                UCCL_EP_UNROLL
-                for (uint32_t i = 0; i < kAtOnce; ++i) {
-                    if (base + i < ranks) arrivals.begin[e * ranks + base + i] = sum;
-                    sum += rows[i];
-                }
-            }
-        }
-        device::sync_block();
+        ll_find_arrivals(p, arrivals, parity);
         uint32_t total = 0;
         for (uint32_t source = 0; source < ranks; ++source) total += arrivals.rows[source];
         // Few rows: several warps share one.
@@ -297,21 +289,20 @@ UCCL_EP_DEVICE void ll_dispatch_receive(const LowLatencyDispatchParameters &p) {
         const uint32_t most = (shape.row_bytes + 511) / 512;
         uint32_t pieces = total == 0 || all_warps <= total ? 1 : all_warps / total;
         pieces = pieces < most ? pieces : most;
-        for (uint32_t item = device::block_index() * warps + warp; item < total * pieces; item += all_warps) {
+        for (uint32_t item = block * warps + warp; item < total * pieces; item += all_warps) {
             uint32_t row = item / pieces, source = 0;
             while (row >= arrivals.rows[source]) row -= arrivals.rows[source++];
             ll_expand_row(p, arrivals, parity, source, row, item % pieces, pieces);
         }
-        if (device::block_index() == device::num_blocks() - 1) ll_write_counts(p, arrivals, parity);
+        if (block == device::num_blocks() - 1) ll_write_counts(p, arrivals, parity);
     }
-    if (!last_block(group) || aborted(group)) return;
-    const uint32_t thread = warp * device::kWarpSize + device::lane();
-    for (uint32_t source = thread; source < ranks; source += warps * device::kWarpSize) {
-        if (source == group.rank) continue;  // one that is left out may be taken in again, and needs its credits then
-        raise_signal(group, source, layout.signal_index(SignalKind::kLowLatencyDispatchCredit, group.rank, 0), number,
-                     Phase::kLowLatencyDispatchReceive);
+    if (ll_credits_travel(group, p.masked)) {
+        if (ok && block == 0) room.note(group);
+    } else if (last_block(group) && !aborted(group)) {
+        ll_tell_at_once<PackedDispatch>(group, number);
     }
-    if (thread == 0) *received = number;
+    // All threads of the block have read the count: they have met since.
+    if (warp == 0 && device::lane() == 0) *Counters::packed(group, LowLatencyHalf::kDispatchReceive, block) = number;
 }
 
 }  // namespace uccl_ep

@@ -2,25 +2,24 @@
 #pragma once
 
 #include "float8.hpp"
-#include "ll_exchange.hpp"
 #include "ll_placing.hpp"
+#include "ll_room.hpp"
 
 namespace uccl_ep {
 
-// Where a row of this block goes: the message to a rank, and what is known of its fields.
+// Where a row of this block goes.
 struct LowLatencyRow {
-    uint8_t *message;
+    uint8_t *fields;  // in the message to its rank
     LowLatencyRows at;
-    uint32_t rank, row;
+    uint32_t rank;
 };
 
 UCCL_EP_DEVICE LowLatencyRow ll_row(const LowLatencyDispatchParameters &p, const LowLatencyPlacing &placing,
                                     uint32_t entry) {
     const uint32_t ranks = p.group.num_ranks();
     const uint32_t rank = static_cast<uint32_t>(placing.expert[entry]) / (p.shape.num_experts / ranks);
-    return {placing.message[rank],
-            LowLatencyRows::of(p.shape, ranks, static_cast<uint32_t>(placing.total[placing.experts + rank])), rank,
-            static_cast<uint32_t>(placing.row[entry])};
+    const LowLatencyRows at = LowLatencyRows::of(p.shape, ranks, 0);
+    return {placing.message[rank] + at.row(static_cast<uint32_t>(placing.row[entry])), at, rank};
 }
 
 // The groups of a token that this warp casts, `kAtOnce` of them in flight, since a load takes longer than all the rest.
@@ -85,8 +84,7 @@ UCCL_EP_DEVICE void ll_write_token(const LowLatencyDispatchParameters &p, const 
             if (placing.row[first_entry + k] < 0) continue;
             const LowLatencyRow to = ll_row(p, placing, first_entry + k);
             if (to.rank == group.rank && p.own_in_place != 0) continue;
-            device::copy(to.message + to.at.payload + uint64_t{to.row} * shape.row_bytes + run.begin,
-                         p.x + uint64_t{token} * shape.row_bytes + run.begin, run.bytes);
+            device::copy(to.fields + run.begin, p.x + uint64_t{token} * shape.row_bytes + run.begin, run.bytes);
         }
     } else {
         cast_token(
@@ -95,8 +93,7 @@ UCCL_EP_DEVICE void ll_write_token(const LowLatencyDispatchParameters &p, const 
                 for (uint32_t k = 0; k < topk; ++k) {
                     if (placing.row[first_entry + k] < 0) continue;
                     const LowLatencyRow to = ll_row(p, placing, first_entry + k);
-                    store(to.message + to.at.payload + uint64_t{to.row} * shape.row_bytes,
-                          reinterpret_cast<float *>(to.message + to.at.scales + uint64_t{to.row} * shape.scale_bytes));
+                    store(to.fields, reinterpret_cast<float *>(to.fields + to.at.scales));
                 }
             });
     }
@@ -106,8 +103,8 @@ UCCL_EP_DEVICE void ll_write_token(const LowLatencyDispatchParameters &p, const 
         if (placing.row[first_entry + k] < 0) continue;
         if (destination++ % warps != warp) continue;
         const LowLatencyRow to = ll_row(p, placing, first_entry + k);
-        auto *experts = reinterpret_cast<int32_t *>(to.message + to.at.expert) + uint64_t{to.row} * topk;
-        auto *places = reinterpret_cast<int32_t *>(to.message + to.at.place) + uint64_t{to.row} * topk;
+        auto *experts = reinterpret_cast<int32_t *>(to.fields + to.at.expert);
+        auto *places = reinterpret_cast<int32_t *>(to.fields + to.at.place);
         for (uint32_t i = device::lane(); i < topk; i += device::kWarpSize) {
             const int32_t local = placing.expert[first_entry + i] - static_cast<int32_t>(to.rank * local_experts);
             const bool here = local >= 0 && static_cast<uint32_t>(local) < local_experts;
@@ -115,8 +112,16 @@ UCCL_EP_DEVICE void ll_write_token(const LowLatencyDispatchParameters &p, const 
             places[i] = placing.place[first_entry + i];
         }
         if (device::lane() == 0)
-            reinterpret_cast<int32_t *>(to.message + to.at.source)[to.row] = static_cast<int32_t>(token);
+            *reinterpret_cast<int32_t *>(to.fields + to.at.source) = static_cast<int32_t>(token);
     }
+}
+
+// Blocks that write anything: those that have tokens, and as many as the heads of all messages need.
+UCCL_EP_DEVICE uint32_t ll_dispatch_writers(const LowLatencyDispatchParameters &p) {
+    constexpr uint32_t kHeads = 4;  // that a block writes; a lone one may be the only writer, and then pushes at once
+    const uint32_t blocks = device::num_blocks(), heads = (p.group.num_ranks() + kHeads - 1) / kHeads;
+    const uint32_t wanted = p.num_tokens > heads ? p.num_tokens : heads;
+    return wanted < blocks ? wanted : blocks;
 }
 
 // The send half. The whole grid.
@@ -125,44 +130,42 @@ UCCL_EP_DEVICE void ll_dispatch_send(const LowLatencyDispatchParameters &p) {
     const Layout &layout = group.layout;
     const uint32_t ranks = group.num_ranks();
     const uint32_t blocks = device::num_blocks(), block = device::block_index();
-    uint64_t *sent = Counters::at(group, SingleCounter::kLowLatencyDispatchSent);
-    const uint64_t number = *sent + 1;
+    const uint64_t number = ll_done(group, LowLatencyHalf::kDispatchSend) + 1;
+    const bool knows_room = ll_knows_room<PackedDispatch>(group, p.masked, number);
     const uint32_t parity = static_cast<uint32_t>(number & 1);
-    const auto masked = [&](uint32_t rank) { return p.masked != nullptr && p.masked[rank] != 0; };
     const LowLatencyPlacing placing =
         LowLatencyPlacing::in(device::shared_memory(), p.shape.num_experts, ranks, p.num_chunks,
                               (p.num_tokens + blocks - 1) / blocks * p.shape.num_topk);
-    const auto wait_room = [&] {
-        return ll_wait_room(group, SignalKind::kLowLatencyDispatchCredit, SignalKind::kLowLatencyDispatch, number,
-                            Counters::ticket(group, parity, 0, 0), Phase::kLowLatencyDispatchSend, p.masked,
-                            LowLatencyHalf::kDispatchSend);
-    };
+    // After an earlier failure, what the kernels before should have left is not there.
+    bool ok = device::warp_in_block() != 0 || device::lane() != 0 || !aborted(group);
     // A rank that the wait leaves out must be known before rows are placed; without a mask, placing costs no time while
     // credits are on their way.
-    bool ok = p.masked == nullptr || wait_room();
-    ll_place_rows(p, placing, parity);
-    if (p.masked == nullptr) ok = wait_room();
-    if (ok) {
-        if (device::warp_in_block() == device::warps_per_block() - 1) ll_place_home(p, placing, number);
-        for (uint32_t token = block; token < p.num_tokens; token += blocks) {
-            ll_write_token(p, placing, token / blocks * p.shape.num_topk, token);
+    if (p.masked != nullptr) ok = ll_wait_room<PackedDispatch>(group, number, p.masked);
+    ok = ll_place_rows(p, placing, parity, ok);
+    if (p.masked == nullptr && !knows_room) ok = ll_wait_room<PackedDispatch>(group, number, p.masked) && ok;
+    const uint32_t writers = ll_dispatch_writers(p);
+    bool last = false;
+    if (block < writers) {
+        if (ok) {
+            if (device::warp_in_block() == device::warps_per_block() - 1) ll_place_home(p, placing, number, writers);
+            for (uint32_t token = block; token < p.num_tokens; token += blocks) {
+                ll_write_token(p, placing, token / blocks * p.shape.num_topk, token);
+            }
         }
+        last = ll_all_written(group, writers, ok);
     }
-    // The last block has seen the others' arrival, so its signals carry their rows too.
-    if (!last_block(group) || aborted(group)) return;
-    const uint32_t thread = device::warp_in_block() * device::kWarpSize + device::lane();
-    for (uint32_t i = thread; i < ranks * layout.ll_parts; i += device::warps_per_block() * device::kWarpSize) {
-        const uint32_t rank = (group.rank + i / layout.ll_parts) % ranks, part = i % layout.ll_parts;
-        if (masked(rank) || part >= ll_parts(group, rank)) continue;
-        const LowLatencyRows at =
-            LowLatencyRows::of(p.shape, ranks, static_cast<uint32_t>(placing.total[placing.experts + rank]));
-        uint64_t ticket = 0;
-        ll_send(group, rank, part, SignalKind::kLowLatencyDispatch,
-                layout.has_remote ? layout.ll_dispatch_outbox(parity, rank) : 0,
-                layout.ll_dispatch_inbox(parity, group.rank), at.end, number, Phase::kLowLatencyDispatchSend, &ticket);
-        if (!group.is_local(rank)) *Counters::ticket(group, parity, rank, part) = ticket + 1;
+    if (last) {
+        ll_send_all<PackedDispatch>(group, number, p.masked, [&](uint32_t rank) -> LowLatencyMessage {
+            const auto rows = static_cast<uint32_t>(placing.total[placing.experts + rank]);
+            return {layout.has_remote ? layout.ll_dispatch_outbox(parity, rank) : 0,
+                    layout.ll_dispatch_inbox(parity, group.rank), LowLatencyRows::of(p.shape, ranks, rows).end};
+        });
+        if (ll_credits_travel(group, p.masked)) ll_tell<PackedDispatch>(group);
     }
-    if (thread == 0) *sent = number;
+    // All threads of the block have read the count: they have met since.
+    if (device::warp_in_block() == 0 && device::lane() == 0) {
+        *Counters::packed(group, LowLatencyHalf::kDispatchSend, block) = number;
+    }
 }
 
 }  // namespace uccl_ep

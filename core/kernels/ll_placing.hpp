@@ -81,8 +81,9 @@ UCCL_EP_DEVICE void ll_walk_chunk(const LowLatencyDispatchParameters &p, const L
     }
 }
 
-// The whole block.
-UCCL_EP_DEVICE void ll_place_rows(const LowLatencyDispatchParameters &p, const LowLatencyPlacing &at, uint32_t parity) {
+// The whole block. False, on all threads, where any of them says so (`ok`) or an expert gets too many rows.
+UCCL_EP_DEVICE bool ll_place_rows(const LowLatencyDispatchParameters &p, const LowLatencyPlacing &at, uint32_t parity,
+                                  bool ok) {
     const uint32_t warp = device::warp_in_block(), warps = device::warps_per_block();
     const uint32_t threads = warps * device::kWarpSize, thread = warp * device::kWarpSize + device::lane();
     const uint32_t local_experts = p.shape.num_experts / p.group.num_ranks();
@@ -104,9 +105,10 @@ UCCL_EP_DEVICE void ll_place_rows(const LowLatencyDispatchParameters &p, const L
         if (key < at.experts && sum > p.shape.max_tokens) {  // a token names it more than once: no room for its rows
             fail_difference(p.group, Phase::kLowLatencyDispatchSend, p.group.rank, Difference::kExpertRows, sum,
                             p.shape.max_tokens);
+            ok = false;
         }
     }
-    device::sync_block();
+    ok = device::sync_block_all(ok);
     const uint32_t blocks = device::num_blocks(), block = device::block_index();
     const uint32_t mine = p.num_tokens > block ? (p.num_tokens - block + blocks - 1) / blocks * p.shape.num_topk : 0;
     for (uint32_t i = thread; i < mine; i += threads) {
@@ -117,12 +119,17 @@ UCCL_EP_DEVICE void ll_place_rows(const LowLatencyDispatchParameters &p, const L
         if (at.row[i] >= 0) at.row[i] += before[at.experts + expert / local_experts];
     }
     device::sync_block();
+    return ok;
 }
 
-// Where rows come home, and the heads of all messages. The last warp of a block, while the others write rows.
-UCCL_EP_DEVICE void ll_place_home(const LowLatencyDispatchParameters &p, const LowLatencyPlacing &at, uint64_t number) {
+// Where rows come home, and the heads of all messages. The last warp of each of `writers` blocks, while the others write
+// rows.
+UCCL_EP_DEVICE void ll_place_home(const LowLatencyDispatchParameters &p, const LowLatencyPlacing &at, uint64_t number,
+                                  uint32_t writers) {
     const uint32_t topk = p.shape.num_topk, blocks = device::num_blocks(), block = device::block_index();
     const uint32_t ranks = p.group.num_ranks(), local_experts = p.shape.num_experts / ranks;
+    const auto dispatches_read = static_cast<uint32_t>(ll_done(p.group, LowLatencyHalf::kDispatchReceive));
+    const auto combines_read = static_cast<uint32_t>(ll_done(p.group, LowLatencyHalf::kCombineReceive));
     uint32_t sum = 0;
     for (uint32_t base = 0; base < at.experts; base += device::kWarpSize) {
         const uint32_t expert = base + device::lane();
@@ -141,7 +148,7 @@ UCCL_EP_DEVICE void ll_place_home(const LowLatencyDispatchParameters &p, const L
         }
     }
     // The blocks at the end have the fewest tokens.
-    for (uint32_t rank = blocks - 1 - block; rank < ranks; rank += blocks) {
+    for (uint32_t rank = writers - 1 - block; rank < ranks; rank += writers) {
         if (p.masked != nullptr && p.masked[rank] != 0) continue;
         uint8_t *message = at.message[rank];
         auto *counts = reinterpret_cast<int32_t *>(message + sizeof(MessageHeader));
@@ -156,7 +163,8 @@ UCCL_EP_DEVICE void ll_place_home(const LowLatencyDispatchParameters &p, const L
                               p.shape.row_bytes,
                               p.group.rank,
                               {p.shape.max_tokens, p.shape.num_topk, p.shape.num_experts, p.shape.quantization,
-                               static_cast<uint32_t>(at.begin[rank * local_experts]), p.shape.payload_type}};
+                               static_cast<uint32_t>(at.begin[rank * local_experts]), p.shape.payload_type,
+                               static_cast<uint32_t>(LowLatencyPath::kPacked), dispatches_read, combines_read}};
         }
     }
 }

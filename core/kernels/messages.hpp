@@ -93,27 +93,33 @@ enum LowLatencyWord : uint32_t {
     kWordCombineBase = 4,  // first row of the receiver's experts in the sender's combine inbox; packed
     kWordPayloadType = 5,  // of the caller's tensor, which is also that of the combine
     kWordPath = 6,         // LowLatencyPath
+    kWordDispatchesRead = 7,  // low 32 bits of how many dispatches of the receiver the sender has read; packed
+    kWordCombinesRead = 8,    // likewise of combines
 };
 
-// A low-latency dispatch message: header, rows per local expert, then the fields of all rows, each together.
+// A packed low-latency dispatch message: header, rows per local expert, then the rows, each with all its fields. So where
+// a row lies does not depend on how many there are, and the receiver loads all of its fields at once.
 struct LowLatencyRows {
-    uint64_t counts, payload, scales, expert, place, source, end;
+    uint64_t counts, rows, stride, end;       // byte offsets into the message, and from row to row
+    uint64_t scales, expert, place, source;   // byte offsets into a row, which begins with its payload
 
     UCCL_EP_DEVICE static LowLatencyRows of(uint64_t local_experts, uint64_t rows, uint64_t row_bytes,
                                             uint64_t scale_bytes, uint64_t num_topk) {
         LowLatencyRows at;
         at.counts = sizeof(MessageHeader);
-        at.payload = align_up(at.counts + local_experts * 4, 64);
-        at.scales = align_up(at.payload + rows * row_bytes, 16);
-        at.expert = align_up(at.scales + rows * scale_bytes, 16);
-        at.place = at.expert + rows * num_topk * 4;   // local expert of each k, -1: elsewhere
-        at.source = at.place + rows * num_topk * 4;   // the row's place among mine of that expert
-        at.end = align_up(at.source + rows * 4, 64);
+        at.rows = align_up(at.counts + local_experts * 4, 64);
+        at.scales = align_up(row_bytes, 16);
+        at.expert = at.scales + scale_bytes;     // local expert of each k, -1: elsewhere
+        at.place = at.expert + num_topk * 4;     // the row's place among mine of that expert
+        at.source = at.place + num_topk * 4;
+        at.stride = align_up(at.source + 4, 64);  // whole lines: a row shares none with another block's
+        at.end = at.rows + rows * at.stride;
         return at;
     }
     UCCL_EP_DEVICE static LowLatencyRows of(const LowLatencyShape &shape, uint32_t num_ranks, uint32_t rows) {
         return of(shape.num_experts / num_ranks, rows, shape.row_bytes, shape.scale_bytes, shape.num_topk);
     }
+    UCCL_EP_DEVICE uint64_t row(uint64_t i) const { return rows + i * stride; }
 };
 
 // A direct low-latency dispatch: where a rank finds what a rank of its domain wrote into its inbox, behind the header. A

@@ -146,6 +146,11 @@ UCCL_EP_DEVICE_SELDOM bool wait_for_word(const Group &group, const Awaited &awai
     return wait_at_least(group, awaited, [address] { return device::load_acquire_system(address); });
 }
 
+// The same of a word in device memory that another block of this rank stores.
+UCCL_EP_DEVICE_SELDOM bool wait_for_own_word(const Group &group, const Awaited &awaited, const uint64_t *address) {
+    return wait_at_least(group, awaited, [address] { return device::load_acquire_device(address); });
+}
+
 // The same of a word that others store, acquired. What is there already costs one look.
 UCCL_EP_DEVICE bool wait_at_least(const Group &group, const Awaited &awaited, const uint64_t *address) {
     return device::load_acquire_system(address) >= awaited.expected || wait_for_word(group, awaited, address);

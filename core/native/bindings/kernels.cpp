@@ -60,6 +60,7 @@ void bind_kernels(py::module_ &module) {
     kernels.attr("SCALE_GROUP") = kScaleGroup;
     kernels.attr("MOST_LOW_LATENCY_TOKENS") = (uint64_t{1} << kLowLatencyTokenBits) - 1;
     kernels.attr("DIRECT_BLOCKS") = kDirectBlocks;
+    kernels.attr("PACKED_BLOCKS") = kPackedBlocks;
     kernels.attr("DIRECT_PICKS") = kDirectPicks;
     bind_messages(kernels);
     bind_block_memory(kernels);

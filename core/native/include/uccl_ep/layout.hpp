@@ -57,6 +57,7 @@ enum class DirectFlag : uint32_t {
     kCount = 4,
 };
 inline constexpr uint32_t kDirectBlocks = 256;  // most blocks of a direct low-latency kernel
+inline constexpr uint32_t kPackedBlocks = 512;  // most blocks of a packed one
 inline constexpr uint32_t kDirectHead = kDirectBlocks;  // the "block" whose rows are the header of a dispatch
 inline constexpr uint32_t kDirectFlags = kDirectBlocks + 8;  // of a kind and a rank: whole cache lines
 
