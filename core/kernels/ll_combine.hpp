@@ -9,19 +9,49 @@
 
 namespace uccl_ep {
 
+// Which row of x is row `row` of those that go home to a rank: they lie there in the order of experts. The whole warp.
+UCCL_EP_DEVICE uint64_t ll_row_to_return(const LowLatencyCombineParameters &p, uint32_t destination, uint32_t row) {
+    const uint32_t ranks = p.group.num_ranks(), local_experts = p.shape.num_experts / ranks;
+    // The last expert before whose rows there are no more than `row`. Loads of several rounds are under way at once.
+    constexpr uint32_t kAtOnce = device::kWarpSize == 1 ? 1 : 4;
+    uint32_t expert = 0;
+    for (uint32_t base = 0; base < local_experts; base += kAtOnce * device::kWarpSize) {
+        int32_t before[kAtOnce];
+        UCCL_EP_UNROLL
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+            const uint32_t e = base + i * device::kWarpSize + device::lane();
+            before[i] = e < local_experts ? p.rows_before[e * ranks + destination] : 0x7fffffff;
+        }
+        uint32_t begun = 0;
+        UCCL_EP_UNROLL
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+            begun += device::population_count(device::ballot(before[i] <= static_cast<int32_t>(row)));
+        }
+        if (begun == 0) break;
+        expert = base + begun - 1;
+        if (begun != kAtOnce * device::kWarpSize) break;
+    }
+    const uint32_t pair = expert * ranks + destination;
+    return expert * (uint64_t{ranks} * p.shape.max_tokens) + static_cast<uint32_t>(p.begin[pair]) + row -
+           static_cast<uint32_t>(p.rows_before[pair]);
+}
+
 // The send half. The whole grid.
 UCCL_EP_DEVICE void ll_combine_send(const LowLatencyCombineParameters &p) {
     const Group &group = p.group;
     const Layout &layout = group.layout;
     const LowLatencyShape &shape = p.shape;
-    const uint32_t ranks = group.num_ranks(), local_experts = shape.num_experts / ranks;
+    const uint32_t ranks = group.num_ranks();
     const uint64_t number = ll_done(group, LowLatencyHalf::kCombineSend) + 1;
     const bool knows_room = ll_knows_room<PackedCombine>(group, p.masked, number);
     const uint32_t parity = static_cast<uint32_t>(number & 1);
     const auto masked = [&](uint32_t rank) { return p.masked != nullptr && p.masked[rank] != 0; };
     // After an earlier failure, what the kernels before should have left is not there.
     const bool ok = knows_room ? may_begin(group) : ll_wait_room<PackedCombine>(group, number, p.masked);
-    const uint64_t rows_per_expert = uint64_t{ranks} * shape.max_tokens;
+    const auto rows_to = [&](uint32_t destination) {
+        const bool none = masked(destination) || (destination == group.rank && p.own_in_place != 0);
+        return none ? 0 : static_cast<uint32_t>(p.rows_home[destination]);
+    };
     // Offset, in the outbox, of the rows for a destination that a transport reaches.
     const auto outbox_of = [&](uint32_t destination) {
         uint64_t offset = layout.ll_combine_outbox(parity);
@@ -31,35 +61,27 @@ UCCL_EP_DEVICE void ll_combine_send(const LowLatencyCombineParameters &p) {
         }
         return offset;
     };
-    // Rows of one expert for one destination lie together at both ends. Several warps share them where there are
-    // more warps than such pairs, by rows and by pieces of rows, so that a crowded expert is not one warp's work.
+    const auto message_to = [&](uint32_t destination) {
+        return group.is_local(destination)
+                   ? group.peer_data[destination] + layout.ll_combine_inbox(parity) +
+                         static_cast<uint64_t>(p.combine_base[destination]) * shape.row_bytes
+                   : group.data + outbox_of(destination);
+    };
+    uint32_t total = 0;
+    for (uint32_t rank = 0; rank < ranks; ++rank) total += rows_to(rank);
+    // All rows are dealt to all warps, so that a crowded expert is not one warp's work; few rows in pieces.
     const uint32_t warp = device::block_index() * device::warps_per_block() + device::warp_in_block();
     const uint32_t warps = device::num_blocks() * device::warps_per_block();
-    const uint32_t pairs = ok ? local_experts * ranks : 0;
-    const uint32_t sharers = warps > pairs && pairs != 0 ? warps / pairs : 1;
-    for (uint32_t item = warp; item < pairs * sharers; item += warps) {
-        const uint32_t pair = item / sharers, share = item % sharers;
-        const uint32_t destination = pair % ranks;
-        const uint32_t rows = static_cast<uint32_t>(p.count[pair]);
-        if (rows == 0 || masked(destination) || (destination == group.rank && p.own_in_place != 0)) continue;
-        const uint64_t first = pair / ranks * rows_per_expert + static_cast<uint32_t>(p.begin[pair]);
-        uint8_t *to = group.is_local(destination)
-                          ? group.peer_data[destination] + layout.ll_combine_inbox(parity) +
-                                static_cast<uint64_t>(p.combine_base[destination]) * shape.row_bytes
-                          : group.data + outbox_of(destination);
-        to += static_cast<uint64_t>(p.rows_before[pair]) * shape.row_bytes;
-        const uint8_t *from = p.x + first * shape.row_bytes;
-        if (sharers == 1) {
-            device::copy(to, from, uint64_t{rows} * shape.row_bytes);
-            continue;
-        }
-        const uint32_t wanted = rows >= sharers ? 1 : sharers / rows;
-        const uint64_t piece = align_up((shape.row_bytes + wanted - 1) / wanted, 512);
-        const uint32_t pieces = static_cast<uint32_t>((shape.row_bytes + piece - 1) / piece);
-        for (uint32_t unit = share; unit < rows * pieces; unit += sharers) {
-            const uint64_t begin = unit % pieces * piece, at = uint64_t{unit / pieces} * shape.row_bytes + begin;
-            device::copy(to + at, from + at, shape.row_bytes - begin < piece ? shape.row_bytes - begin : piece);
-        }
+    const uint32_t wanted = total != 0 && warps > total ? warps / total : 1;
+    const uint64_t piece = align_up((shape.row_bytes + wanted - 1) / wanted, 512);
+    const auto pieces = static_cast<uint32_t>((shape.row_bytes + piece - 1) / piece);
+    for (uint32_t item = warp; ok && item < total * pieces; item += warps) {
+        uint32_t row = item / pieces, destination = 0;
+        for (uint32_t rows = rows_to(0); row >= rows; rows = rows_to(++destination)) row -= rows;
+        const uint64_t from = ll_row_to_return(p, destination, row) * shape.row_bytes;
+        const uint64_t to = uint64_t{row} * shape.row_bytes, begin = item % pieces * piece;
+        device::copy(message_to(destination) + to + begin, p.x + from + begin,
+                     shape.row_bytes - begin < piece ? shape.row_bytes - begin : piece);
     }
     if (ll_all_written(group, device::num_blocks(), ok)) {
         ll_send_all<PackedCombine>(group, number, p.masked, [&](uint32_t destination) -> LowLatencyMessage {
@@ -75,9 +97,9 @@ UCCL_EP_DEVICE void ll_combine_send(const LowLatencyCombineParameters &p) {
     }
 }
 
-// Sum elements [begin, end) of a token. The whole warp.
-UCCL_EP_DEVICE void ll_sum_token(const LowLatencyCombineParameters &p, const uint8_t *inbox, uint32_t token,
-                                 uint32_t begin, uint32_t end, WeightedRow *terms) {
+// List the rows that a token's sum takes; returns how many. The whole warp.
+UCCL_EP_DEVICE uint32_t ll_list_terms(const LowLatencyCombineParameters &p, const uint8_t *inbox, uint32_t token,
+                                      WeightedRow *terms) {
     const LowLatencyShape &shape = p.shape;
     const uint64_t first = uint64_t{token} * shape.num_topk;
     uint32_t num_terms = 0;
@@ -103,9 +125,7 @@ UCCL_EP_DEVICE void ll_sum_token(const LowLatencyCombineParameters &p, const uin
         num_terms += device::population_count(taken);
     }
     device::sync_warp();
-    sum_payload<true>(
-        shape.payload_type, p.out + uint64_t{token} * shape.row_bytes, begin, end, num_terms,
-        [&](uint32_t j) { return terms[j].row; }, [&](uint32_t j) { return terms[j].weight; });
+    return num_terms;
 }
 
 // The receive half. The whole grid.
@@ -117,19 +137,24 @@ UCCL_EP_DEVICE void ll_combine_receive(const LowLatencyCombineParameters &p) {
     const uint32_t parity = static_cast<uint32_t>(number & 1);
     const uint32_t warp = device::block_index() * device::warps_per_block() + device::warp_in_block();
     const uint32_t warps = device::num_blocks() * device::warps_per_block();
+    const uint8_t *inbox = group.data + layout.ll_combine_inbox(parity);
+    auto *terms = reinterpret_cast<WeightedRow *>(device::shared_memory()) + device::warp_in_block() * shape.num_topk;
+    // Few tokens: several warps share one.
+    const uint32_t wanted = warps > p.num_tokens && p.num_tokens != 0 ? warps / p.num_tokens : 1;
+    const auto piece = static_cast<uint32_t>(
+        align_up((shape.hidden + wanted - 1) / wanted, sum_step(shape.row_bytes / shape.hidden)));
+    const uint32_t pieces = (shape.hidden + piece - 1) / piece, items = p.num_tokens * pieces;
+    // What the first sum takes is known before the rows have come, unless a rank may be left out meanwhile.
+    const bool listed = p.masked == nullptr && warp < items;
+    uint32_t num_terms = listed ? ll_list_terms(p, inbox, warp / pieces, terms) : 0;
     if (ll_wait_all<PackedCombine>(group, number, p.masked, p.wait_cost, [](uint32_t) { return true; })) {
-        const uint8_t *inbox = group.data + layout.ll_combine_inbox(parity);
-        auto *terms =
-            reinterpret_cast<WeightedRow *>(device::shared_memory()) + device::warp_in_block() * shape.num_topk;
-        // Few tokens: several warps share one.
-        const uint32_t wanted = warps > p.num_tokens && p.num_tokens != 0 ? warps / p.num_tokens : 1;
-        const auto piece = static_cast<uint32_t>(
-            align_up((shape.hidden + wanted - 1) / wanted, sum_step(shape.row_bytes / shape.hidden)));
-        const uint32_t pieces = (shape.hidden + piece - 1) / piece;
-        for (uint32_t item = warp; item < p.num_tokens * pieces; item += warps) {
-            const uint32_t begin = item % pieces * piece;
-            ll_sum_token(p, inbox, item / pieces, begin, shape.hidden - begin < piece ? shape.hidden : begin + piece,
-                         terms);
+        for (uint32_t item = warp; item < items; item += warps) {
+            const uint32_t token = item / pieces, begin = item % pieces * piece;
+            if (item != warp || !listed) num_terms = ll_list_terms(p, inbox, token, terms);
+            sum_payload<true>(
+                shape.payload_type, p.out + uint64_t{token} * shape.row_bytes, begin,
+                shape.hidden - begin < piece ? shape.hidden : begin + piece, num_terms,
+                [&](uint32_t j) { return terms[j].row; }, [&](uint32_t j) { return terms[j].weight; });
         }
     }
     if (!ll_credits_travel(group, p.masked) && last_block(group) && !aborted(group)) {

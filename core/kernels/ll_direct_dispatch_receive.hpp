@@ -27,13 +27,15 @@ UCCL_EP_DEVICE void direct_expand_row(const LowLatencyDispatchParameters &p, con
     device::sync_lanes();
     if (outputs == 0) return;
     if (piece == pieces) {
-        ll_copy_scales_out(p, list, outputs, inbox + at.scales + uint64_t{token} * shape.scale_bytes, 0, 1);
+        const uint8_t *scales = inbox + at.scales + uint64_t{token} * shape.scale_bytes;
+        ll_copy_scales_out(p, list, outputs, scales, ll_first_scale(shape, scales, 0), 0, 1);
         return;
     }
     const uint64_t row = uint64_t{token} * shape.row_bytes;
-    ll_copy_payload_out(p, list, outputs,
-                        source == group.rank && p.own_in_place != 0 ? p.x + row : inbox + at.payload + row, token,
-                        piece, pieces);
+    ll_copy_payload_found(
+        p, list, [outputs] { return outputs; },
+        source == group.rank && p.own_in_place != 0 ? p.x + row : inbox + at.payload + row, piece, pieces);
+    if (piece == 0) ll_store_source(p, list, outputs, token);
 }
 
 // Wait for what block b of the other ranks has written; a rank a lane, so that looks are under way together. What a rank

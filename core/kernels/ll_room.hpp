@@ -99,8 +99,18 @@ class RoomAhead {
         : number_(number), combines_(ll_done(group, LowLatencyHalf::kCombineSend)) {
         dispatch_ = combine_ = ll_credits_travel(group, masked) && device::block_index() == 0;
         if (!dispatch_) return;
-        for (uint32_t peer = device::warp_in_block(); peer < group.num_ranks(); peer += device::warps_per_block()) {
-            if (!group.is_local(peer)) look_at_outboxes(group, peer);
+        // A part of an outbox of either operation for each thread, so that all looks are under way together.
+        const uint32_t parts = group.layout.ll_parts, words = group.num_ranks() * 2 * parts;
+        const uint32_t threads = device::warps_per_block() * device::kWarpSize;
+        for (uint32_t word = device::warp_in_block() * device::kWarpSize + device::lane(); word < words;
+             word += threads) {
+            const uint32_t peer = word / (2 * parts), part = word % parts;
+            if (group.is_local(peer)) continue;
+            if (word / parts % 2 == 0) {
+                dispatch_ = is_free<PackedDispatch>(group, number_ + 1, peer, part) && dispatch_;
+            } else {
+                combine_ = is_free<PackedCombine>(group, combines_ + 1, peer, part) && combine_;
+            }
         }
     }
 
@@ -124,19 +134,12 @@ class RoomAhead {
         device::store_relaxed_system(Counters::at(group, counter), number);
     }
 
-    // Whether the outboxes to a peer that the next dispatch and the next combine take are free. The whole warp.
-    UCCL_EP_DEVICE void look_at_outboxes(const Group &group, uint32_t peer) {
-        const uint32_t parts = group.layout.ll_parts;
-        for (uint32_t word = device::lane(); word < 2 * parts; word += device::kWarpSize) {
-            const bool combine = word >= parts;
-            const uint32_t part = combine ? word - parts : word;
-            const uint64_t pushed = combine ? *PackedCombine::ticket(group, combines_ + 1, peer, part)
-                                            : *PackedDispatch::ticket(group, number_ + 1, peer, part);
-            const uint32_t signal = group.layout.signal_index(combine ? PackedCombine::kRows : PackedDispatch::kRows,
-                                                              group.rank, part);
-            if (device::load_acquire_system(ring_of(group, peer, signal).completed) >= pushed) continue;
-            (combine ? combine_ : dispatch_) = false;
-        }
+    // Whether the transport is done with the part of an outbox that message `number` takes.
+    template <class Op>
+    UCCL_EP_DEVICE static bool is_free(const Group &group, uint64_t number, uint32_t peer, uint32_t part) {
+        const uint64_t pushed = *Op::ticket(group, number, peer, part);
+        const uint32_t signal = group.layout.signal_index(Op::kRows, group.rank, part);
+        return device::load_acquire_system(ring_of(group, peer, signal).completed) >= pushed;
     }
 
     uint64_t number_, combines_;  // the dispatch that is received, and the combine that was sent last

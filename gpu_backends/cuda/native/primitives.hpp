@@ -221,10 +221,15 @@ static __device__ __noinline__ void copy(void *destination, const void *source, 
     detail::vector_copy(to + staged, from + staged, bytes - staged);
 }
 
-// The same bytes to `count` places, `to(i)` being each; for pieces of rows, which loads have sooner than the engine.
+// The same bytes to several places, for pieces of rows, which loads have sooner than the engine: the first of these are
+// under way while find() says how many places there are; to(i) is each.
+template <class Find, class To>
+UCCL_EP_DEVICE void copy_to_found(Find find, To to, const void *source, uint64_t bytes) {
+    detail::vector_copy_to_found(find, to, static_cast<const uint8_t *>(source), bytes);
+}
 template <class To>
 UCCL_EP_DEVICE void copy_to_many(To to, uint32_t count, const void *source, uint64_t bytes) {
-    detail::vector_copy_to_many(to, count, static_cast<const uint8_t *>(source), bytes);
+    copy_to_found([count] { return count; }, to, source, bytes);
 }
 
 // ---- floating point ----

@@ -65,9 +65,29 @@ __device__ __forceinline__ uint8_t *address_of_lane(uint8_t *mine, uint32_t lane
     return reinterpret_cast<uint8_t *>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(mine), lane));
 }
 
-// One row to at most 32 places, a lane's each: it is loaded once, and all stores of a load follow it.
-__device__ __forceinline__ void copy_to_lanes(uint8_t *mine, uint32_t count, const uint8_t *source, uint64_t bytes) {
-    constexpr uint32_t kUnroll = 4;
+// The first bytes of a row, a few pieces a lane.
+struct FirstPieces {
+    static constexpr uint32_t kUnroll = 4;
+    Piece<16> of_lane[kUnroll];
+
+    __device__ __forceinline__ void load(const Piece<16> *from, uint32_t pieces) {
+#pragma unroll
+        for (uint32_t j = 0; j < kUnroll; ++j) {
+            if (lane() + j * 32 < pieces) of_lane[j] = from[lane() + j * 32];
+        }
+    }
+    __device__ __forceinline__ void store(Piece<16> *to, uint32_t pieces) const {
+#pragma unroll
+        for (uint32_t j = 0; j < kUnroll; ++j) {
+            if (lane() + j * 32 < pieces) to[lane() + j * 32] = of_lane[j];
+        }
+    }
+};
+
+// One row to at most 32 places, a lane's each: it is loaded once, and all stores of a load follow it. `ahead`: the
+// first pieces are loaded already.
+__device__ __forceinline__ void copy_to_lanes(uint8_t *mine, uint32_t count, const uint8_t *source, uint64_t bytes,
+                                              FirstPieces &loaded, bool ahead) {
     const uint64_t addresses = reinterpret_cast<uint64_t>(mine) | reinterpret_cast<uint64_t>(source);
     if (!__all_sync(0xffffffffu, (addresses & 15) == 0)) {
         for (uint32_t i = 0; i < count; ++i) vector_copy(address_of_lane(mine, i), source, bytes);
@@ -75,19 +95,11 @@ __device__ __forceinline__ void copy_to_lanes(uint8_t *mine, uint32_t count, con
     }
     const auto pieces = static_cast<uint32_t>(bytes / 16);
     const auto *from = reinterpret_cast<const Piece<16> *>(source);
-    for (uint32_t base = 0; base < pieces; base += kUnroll * 32) {  // the whole warp: lanes ask each other
-        Piece<16> loaded[kUnroll];
-        const uint32_t first = base + lane();
-#pragma unroll
-        for (uint32_t j = 0; j < kUnroll; ++j) {
-            if (first + j * 32 < pieces) loaded[j] = from[first + j * 32];
-        }
+    constexpr uint32_t kRound = FirstPieces::kUnroll * 32;
+    for (uint32_t base = 0; base < pieces; base += kRound) {  // the whole warp: lanes ask each other
+        if (base != 0 || !ahead) loaded.load(from + base, pieces - base);
         for (uint32_t i = 0; i < count; ++i) {
-            auto *destination = reinterpret_cast<Piece<16> *>(address_of_lane(mine, i));
-#pragma unroll
-            for (uint32_t j = 0; j < kUnroll; ++j) {
-                if (first + j * 32 < pieces) destination[first + j * 32] = loaded[j];
-            }
+            loaded.store(reinterpret_cast<Piece<16> *>(address_of_lane(mine, i)) + base, pieces - base);
         }
     }
     const uint32_t rest = pieces * 16 + lane();
@@ -97,11 +109,17 @@ __device__ __forceinline__ void copy_to_lanes(uint8_t *mine, uint32_t count, con
     }
 }
 
-template <class To>
-__device__ __forceinline__ void vector_copy_to_many(To to, uint32_t count, const uint8_t *source, uint64_t bytes) {
+template <class Find, class To>
+__device__ __forceinline__ void vector_copy_to_found(Find find, To to, const uint8_t *source, uint64_t bytes) {
+    FirstPieces loaded;
+    if ((reinterpret_cast<uint64_t>(source) & 15) == 0) {
+        loaded.load(reinterpret_cast<const Piece<16> *>(source), static_cast<uint32_t>(bytes / 16));
+    }
+    const uint32_t count = find();
     for (uint32_t first = 0; first < count; first += 32) {
         const uint32_t some = count - first < 32 ? count - first : 32;
-        copy_to_lanes(lane() < some ? to(first + lane()) : nullptr, some, source, bytes);
+        copy_to_lanes(lane() < some ? to(first + lane()) : nullptr, some, source, bytes, loaded,
+                      first == 0 || bytes <= FirstPieces::kUnroll * 32 * 16);
     }
 }
 

@@ -205,9 +205,13 @@ UCCL_EP_DEVICE void copy(void *destination, const void *source, uint64_t bytes) 
     detail::vector_copy(static_cast<uint8_t *>(destination), static_cast<const uint8_t *>(source), bytes);
 }
 
+template <class Find, class To>
+UCCL_EP_DEVICE void copy_to_found(Find find, To to, const void *source, uint64_t bytes) {
+    detail::vector_copy_to_found(find, to, static_cast<const uint8_t *>(source), bytes);
+}
 template <class To>
 UCCL_EP_DEVICE void copy_to_many(To to, uint32_t count, const void *source, uint64_t bytes) {
-    detail::vector_copy_to_many(to, count, static_cast<const uint8_t *>(source), bytes);
+    copy_to_found([count] { return count; }, to, source, bytes);
 }
 
 // ---- floating point ----

@@ -63,31 +63,43 @@ static UCCL_EP_HIP_DEVICE __attribute__((noinline)) void vector_copy(uint8_t *de
     }
 }
 
-// One row to several places: it is loaded once, and all stores of a load follow it.
-template <class To>
-UCCL_EP_DEVICE void vector_copy_to_many(To to, uint32_t count, const uint8_t *source, uint64_t bytes) {
-    constexpr uint32_t kUnroll = 4;
+// The first bytes of a row, a few pieces a lane.
+struct FirstPieces {
+    static constexpr uint32_t kUnroll = 4;
+    Quad of_lane[kUnroll];
+
+    UCCL_EP_DEVICE void load(const Quad *from, uint64_t pieces) {
+#pragma unroll
+        for (uint32_t j = 0; j < kUnroll; ++j) {
+            if (lane() + j * kWavefront < pieces) of_lane[j] = from[lane() + j * kWavefront];
+        }
+    }
+    UCCL_EP_DEVICE void store(Quad *to, uint64_t pieces) const {
+#pragma unroll
+        for (uint32_t j = 0; j < kUnroll; ++j) {
+            if (lane() + j * kWavefront < pieces) to[lane() + j * kWavefront] = of_lane[j];
+        }
+    }
+};
+
+// One row to several places: it is loaded once, and all stores of a load follow it. The first loads are under way while
+// find() says how many places there are.
+template <class Find, class To>
+UCCL_EP_DEVICE void vector_copy_to_found(Find find, To to, const uint8_t *source, uint64_t bytes) {
+    const uint64_t pieces = bytes / sizeof(Quad);
+    const auto *from = reinterpret_cast<const Quad *>(source);
+    FirstPieces loaded;
     uint64_t addresses = reinterpret_cast<uint64_t>(source);
+    if (addresses % sizeof(Quad) == 0) loaded.load(from, pieces);
+    const uint32_t count = find();
     for (uint32_t i = 0; i < count; ++i) addresses |= reinterpret_cast<uint64_t>(to(i));
     if (addresses % sizeof(Quad) != 0) {
         for (uint32_t i = 0; i < count; ++i) vector_copy(to(i), source, bytes);
         return;
     }
-    const uint64_t pieces = bytes / sizeof(Quad);
-    const auto *from = reinterpret_cast<const Quad *>(source);
-    for (uint64_t base = lane(); base < pieces; base += kUnroll * kWavefront) {
-        Quad loaded[kUnroll];
-#pragma unroll
-        for (uint32_t j = 0; j < kUnroll; ++j) {
-            if (base + j * kWavefront < pieces) loaded[j] = from[base + j * kWavefront];
-        }
-        for (uint32_t i = 0; i < count; ++i) {
-            auto *destination = reinterpret_cast<Quad *>(to(i));
-#pragma unroll
-            for (uint32_t j = 0; j < kUnroll; ++j) {
-                if (base + j * kWavefront < pieces) destination[base + j * kWavefront] = loaded[j];
-            }
-        }
+    for (uint64_t base = 0; base < pieces; base += FirstPieces::kUnroll * kWavefront) {
+        if (base != 0) loaded.load(from + base, pieces - base);
+        for (uint32_t i = 0; i < count; ++i) loaded.store(reinterpret_cast<Quad *>(to(i)) + base, pieces - base);
     }
     const uint64_t rest = pieces * sizeof(Quad) + lane();
     if (rest < bytes) {

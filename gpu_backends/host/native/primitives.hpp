@@ -207,6 +207,12 @@ inline void copy_to_many(To to, uint32_t count, const void *source, uint64_t byt
     }
 }
 
+// The same, where find() says how many places there are: a GPU has the first bytes on their way meanwhile.
+template <class Find, class To>
+inline void copy_to_found(Find find, To to, const void *source, uint64_t bytes) {
+    copy_to_many(to, find(), source, bytes);
+}
+
 // What registers hold, as something else of the same size.
 template <class To, class From>
 inline void copy_bits(To &to, const From &from) {
