@@ -90,26 +90,28 @@ UCCL_EP_DEVICE bool ll_wait_room(const Group &group, uint64_t number, int32_t *m
     return layout.has_remote ? sync_grid(group) : device::sync_block_all(ok);
 }
 
+inline constexpr uint64_t kMostBehind = 16;  // messages by which a credit's signal may lag behind what heads tell
+
 // What block 0 finds out, in the receive half of a dispatch, of the room for the next dispatch and the next combine.
 class RoomAhead {
   public:
-    // Looks at the completions of the transport, without waiting: to be called before messages are waited for, so that
-    // this costs no time. The whole block.
+    // Looks at the completions of the transport and at credits, without waiting: to be called before messages are waited
+    // for, so that this costs no time. The whole block.
     UCCL_EP_DEVICE RoomAhead(const Group &group, const int32_t *masked, uint64_t number)
         : number_(number), combines_(ll_done(group, LowLatencyHalf::kCombineSend)) {
         dispatch_ = combine_ = ll_credits_travel(group, masked) && device::block_index() == 0;
         if (!dispatch_) return;
-        // A part of an outbox of either operation for each thread, so that all looks are under way together.
-        const uint32_t parts = group.layout.ll_parts, words = group.num_ranks() * 2 * parts;
+        // For each thread a part of an outbox, or a credit, of either operation, so that all looks are under way together.
+        const uint32_t words = group.layout.ll_parts + 1, per_peer = 2 * words;
         const uint32_t threads = device::warps_per_block() * device::kWarpSize;
-        for (uint32_t word = device::warp_in_block() * device::kWarpSize + device::lane(); word < words;
-             word += threads) {
-            const uint32_t peer = word / (2 * parts), part = word % parts;
+        for (uint32_t i = device::warp_in_block() * device::kWarpSize + device::lane(); i < group.num_ranks() * per_peer;
+             i += threads) {
+            const uint32_t peer = i / per_peer, word = i % words;
             if (group.is_local(peer)) continue;
-            if (word / parts % 2 == 0) {
-                dispatch_ = is_free<PackedDispatch>(group, number_ + 1, peer, part) && dispatch_;
+            if (i / words % 2 == 0) {
+                dispatch_ = is_free<PackedDispatch>(group, number_ + 1, peer, word) && dispatch_;
             } else {
-                combine_ = is_free<PackedCombine>(group, combines_ + 1, peer, part) && combine_;
+                combine_ = is_free<PackedCombine>(group, combines_ + 1, peer, word) && combine_;
             }
         }
     }
@@ -134,12 +136,17 @@ class RoomAhead {
         device::store_relaxed_system(Counters::at(group, counter), number);
     }
 
-    // Whether the transport is done with the part of an outbox that message `number` takes.
+    // Whether the transport is done with the part of an outbox that message `number` takes; or, behind the parts, whether
+    // the signal of the peer's credit keeps up.
     template <class Op>
     UCCL_EP_DEVICE static bool is_free(const Group &group, uint64_t number, uint32_t peer, uint32_t part) {
-        const uint64_t pushed = *Op::ticket(group, number, peer, part);
+        const bool credit = part == group.layout.ll_parts;
         const uint32_t signal = group.layout.signal_index(Op::kRows, group.rank, part);
-        return device::load_acquire_system(ring_of(group, peer, signal).completed) >= pushed;
+        const uint64_t *address = credit ? signal_address(group, peer, group.layout.signal_index(Op::kCredit, peer, 0))
+                                         : ring_of(group, peer, signal).completed;
+        const uint64_t least = credit ? (number > kMostBehind ? number - kMostBehind : 0)
+                                      : *Op::ticket(group, number, peer, part);
+        return device::load_acquire_system(address) >= least;
     }
 
     uint64_t number_, combines_;  // the dispatch that is received, and the combine that was sent last

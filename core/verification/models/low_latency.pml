@@ -1,6 +1,9 @@
 /* Low-latency mode: two ranks, dispatch and combine messages both ways, two parities of inbox and
- * outbox. Message n lies in parity n mod 2; its sender waits until n - 2 was expanded (credit),
- * which says that the transport is done with the outbox as well. The ordering plan below is taken to be right (it has
+ * outbox. Message n lies in parity n mod 2; its sender must know that n - 2 was expanded (credit),
+ * which says that the transport is done with the outbox as well. It knows by the head of the peer's last dispatch, which
+ * says what the peer had expanded when it sent that (`noted`: the next message of a kind has room). A rank that does not
+ * know it so tells what it has expanded itself, and waits for the peer's signal that says the same; others tell it when
+ * they have sent. The ordering plan below is taken to be right (it has
  * models of its own): a signal comes after the data of its message and of all earlier ones.
  *
  * Both ranks run the same program: any interleaving of send and receive halves in which at most
@@ -35,6 +38,8 @@ byte raised[2 * KINDS];   /* value of the signal for them at the peer */
 byte received[2 * KINDS]; /* messages of the peer that this rank expanded */
 byte credit[2 * KINDS];   /* messages this rank knows the peer expanded */
 byte expanded[2 * KINDS]; /* messages of the peer for which this rank gave credit */
+byte noted[2 * KINDS];    /* the message of mine that there is known to be room for, G: none */
+byte head[4 * KINDS];     /* of a dispatch, by sender and parity: what the sender has expanded, of each kind */
 byte outbox[4 * KINDS];
 byte inbox[4 * KINDS];
 
@@ -46,6 +51,18 @@ chan tape1 = [LAG] of { byte };
 
 hidden byte x, r;
 
+#define HEAD(rank, m, kind) (((rank) * 2 + PARITY(m)) * KINDS + (kind))
+#define TELL(kind) expanded[AT(me, kind)] = received[AT(me, kind)]
+/* Whether there is known to be room for the next message of a kind, the peer having read `theirs`: its head says so, and
+ * the signal that says the same does not lag behind by more than ghosts can tell (in the counted plan, the window). */
+#ifndef BEHIND
+#define BEHIND (G - 2)
+#endif
+#ifdef MUTANT_HEAD_IGNORED
+#define HAS_READ(kind, mine, theirs) true
+#else
+#define HAS_READ(kind, mine, theirs) (AHEAD(mine, theirs) <= 1 && AHEAD(mine, credit[AT(me, kind)]) <= BEHIND)
+#endif
 #define OUTSTANDING(k) AHEAD(sent[AT(me, k)], received[AT(me, k)])
 #define MAY_SEND(k) (OUTSTANDING(k) < HOOKS && (k == 0 || sent[AT(me, k)] != received[AT(me, 0)]))
 
@@ -71,15 +88,33 @@ proctype Rank(byte me; chan mine; chan peers) {
     if
     :: step % 2 == 0 ->
         m = sent[AT(me, step / 2)];
+#ifndef MUTANT_TELL_BEHIND_THE_WAIT
+        d_step {
+            if
+            :: noted[AT(me, step / 2)] != m -> TELL(step / 2)
+            :: else
+            fi
+        };
+#endif
         d_step {
 #ifdef MUTANT_NO_CREDIT
             true ->
 #else
-            AHEAD(m, credit[AT(me, step / 2)]) < RUN_AHEAD ->
+            noted[AT(me, step / 2)] == m || AHEAD(m, credit[AT(me, step / 2)]) < RUN_AHEAD ->
 #endif
+            noted[AT(me, step / 2)] = G;
             outbox[BUFFER(me, step / 2, m)] = m + 1;
+            if
+            :: step / 2 == 0 ->
+                head[HEAD(me, m, 0)] = received[AT(me, 0)];
+#if KINDS > 1
+                head[HEAD(me, m, 1)] = received[AT(me, 1)];
+#endif
+            :: else
+            fi;
             wire[MESSAGE(me, step / 2, m)] = 1;
             sent[AT(me, step / 2)] = (m + 1) % G;
+            TELL(step / 2);
             m = 0;
             step = 0
         }
@@ -91,12 +126,25 @@ proctype Rank(byte me; chan mine; chan peers) {
 #ifdef MUTANT_CREDIT_BEFORE_EXPAND
             expanded[AT(me, step / 2)] = (m + 1) % G;
 #endif
+            if
+            :: step / 2 == 0 ->
+                if
+                :: HAS_READ(0, (m + 1) % G, head[HEAD(1 - me, m, 0)]) -> noted[AT(me, 0)] = (m + 1) % G
+                :: else
+                fi;
+#if KINDS > 1
+                if
+                :: HAS_READ(1, sent[AT(me, 1)], head[HEAD(1 - me, m, 1)]) -> noted[AT(me, 1)] = sent[AT(me, 1)]
+                :: else
+                fi
+#endif
+            :: else
+            fi
         };
         d_step {
             assert(inbox[BUFFER(me, step / 2, m)] == m + 1); /* nothing landed on it meanwhile */
             inbox[BUFFER(me, step / 2, m)] = 0;
             received[AT(me, step / 2)] = (m + 1) % G;
-            expanded[AT(me, step / 2)] = (m + 1) % G;
             m = 0;
             step = 0
         }
@@ -154,7 +202,13 @@ active proctype Credits() {
     od
 }
 
-init { atomic { run Rank(0, tape0, tape1); run Rank(1, tape1, tape0) } }
+init { atomic {
+    noted[0] = G; noted[1] = G;
+#if KINDS > 1
+    noted[2] = G; noted[3] = G;
+#endif
+    run Rank(0, tape0, tape1); run Rank(1, tape1, tape0)
+} }
 
 /* The program may choose for ever to do only one kind of step, but no step may block for ever. */
 ltl live {

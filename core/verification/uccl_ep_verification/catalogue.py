@@ -144,6 +144,9 @@ def low_latency_cases() -> list[Case]:
         mutant("no credit", "MUTANT_NO_CREDIT"),
         mutant("credit before the message is expanded", "MUTANT_CREDIT_BEFORE_EXPAND"),
         mutant("three sends before a receive", "HOOKS=3"),
+        mutant("told behind the wait", "MUTANT_TELL_BEHIND_THE_WAIT"),
+        mutant("room noted whatever the head says", "MUTANT_HEAD_IGNORED"),
+        mutant("signals may lag without limit", "BEHIND=255"),
     ]
 
 
