@@ -56,7 +56,9 @@ def one_after_another(ctx: Context, rounds: int) -> tuple[int, int]:
     for number in range(1, rounds + 1):
         exchange = Exchange(ctx, buffer, number)
         exchange.receive()
-        assert counter(buffer, DISPATCH_ROOM) <= number + 1, "room for a message of which nobody has read the last but one"
+        assert counter(buffer, DISPATCH_ROOM) <= number + 1, (
+            "room for a message of which nobody has read the last but one"
+        )
         assert counter(buffer, COMBINE_ROOM) <= number
         dispatches += counter(buffer, DISPATCH_ROOM) == number + 1
         combines += counter(buffer, COMBINE_ROOM) == number

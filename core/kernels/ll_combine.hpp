@@ -62,10 +62,9 @@ UCCL_EP_DEVICE void ll_combine_send(const LowLatencyCombineParameters &p) {
         return offset;
     };
     const auto message_to = [&](uint32_t destination) {
-        return group.is_local(destination)
-                   ? group.peer_data[destination] + layout.ll_combine_inbox(parity) +
-                         static_cast<uint64_t>(p.combine_base[destination]) * shape.row_bytes
-                   : group.data + outbox_of(destination);
+        return group.is_local(destination) ? group.peer_data[destination] + layout.ll_combine_inbox(parity) +
+                                                 static_cast<uint64_t>(p.combine_base[destination]) * shape.row_bytes
+                                           : group.data + outbox_of(destination);
     };
     uint32_t total = 0;
     for (uint32_t rank = 0; rank < ranks; ++rank) total += rows_to(rank);
@@ -85,10 +84,10 @@ UCCL_EP_DEVICE void ll_combine_send(const LowLatencyCombineParameters &p) {
     }
     if (ll_all_written(group, device::num_blocks(), ok)) {
         ll_send_all<PackedCombine>(group, number, p.masked, [&](uint32_t destination) -> LowLatencyMessage {
-            return {group.is_local(destination) ? 0 : outbox_of(destination),
-                    layout.ll_combine_inbox(parity) +
-                        static_cast<uint64_t>(p.combine_base[destination]) * shape.row_bytes,
-                    static_cast<uint64_t>(p.rows_home[destination]) * shape.row_bytes};
+            return {
+                group.is_local(destination) ? 0 : outbox_of(destination),
+                layout.ll_combine_inbox(parity) + static_cast<uint64_t>(p.combine_base[destination]) * shape.row_bytes,
+                static_cast<uint64_t>(p.rows_home[destination]) * shape.row_bytes};
         });
         if (ll_credits_travel(group, p.masked)) ll_tell<PackedCombine>(group);
     }
@@ -141,8 +140,8 @@ UCCL_EP_DEVICE void ll_combine_receive(const LowLatencyCombineParameters &p) {
     auto *terms = reinterpret_cast<WeightedRow *>(device::shared_memory()) + device::warp_in_block() * shape.num_topk;
     // Few tokens: several warps share one.
     const uint32_t wanted = warps > p.num_tokens && p.num_tokens != 0 ? warps / p.num_tokens : 1;
-    const auto piece = static_cast<uint32_t>(
-        align_up((shape.hidden + wanted - 1) / wanted, sum_step(shape.row_bytes / shape.hidden)));
+    const auto piece =
+        static_cast<uint32_t>(align_up((shape.hidden + wanted - 1) / wanted, sum_step(shape.row_bytes / shape.hidden)));
     const uint32_t pieces = (shape.hidden + piece - 1) / piece, items = p.num_tokens * pieces;
     // What the first sum takes is known before the rows have come, unless a rank may be left out meanwhile.
     const bool listed = p.masked == nullptr && warp < items;

@@ -111,8 +111,7 @@ UCCL_EP_DEVICE void ll_write_token(const LowLatencyDispatchParameters &p, const 
             experts[i] = here ? local : -1;
             places[i] = placing.place[first_entry + i];
         }
-        if (device::lane() == 0)
-            *reinterpret_cast<int32_t *>(to.fields + to.at.source) = static_cast<int32_t>(token);
+        if (device::lane() == 0) *reinterpret_cast<int32_t *>(to.fields + to.at.source) = static_cast<int32_t>(token);
     }
 }
 

@@ -28,8 +28,7 @@ UCCL_EP_DEVICE bool ll_credits_travel(const Group &group, const int32_t *masked)
 // reached with theirs.
 template <class Op>
 UCCL_EP_DEVICE bool ll_knows_room(const Group &group, const int32_t *masked, uint64_t number) {
-    return ll_credits_travel(group, masked) &&
-           device::load_relaxed_system(Counters::at(group, Op::kRoom)) >= number;
+    return ll_credits_travel(group, masked) && device::load_relaxed_system(Counters::at(group, Op::kRoom)) >= number;
 }
 
 // Tell all ranks what this one has read, where they were not told. The whole block; one block at a time does this.
@@ -73,8 +72,8 @@ UCCL_EP_DEVICE bool ll_wait_room(const Group &group, uint64_t number, int32_t *m
         const uint32_t words = group.is_local(peer) ? 1 : 1 + layout.ll_parts;
         for (uint32_t word = device::lane(); word < words && ok; word += device::kWarpSize) {
             if (word == 0 && masked != nullptr) {
-                ok = number <= 2 || wait_or_leave_out(group, {Op::kSend, peer, credit_signal, number - 2}, masked,
-                                                      Op::kSent, number);
+                ok = number <= 2 ||
+                     wait_or_leave_out(group, {Op::kSend, peer, credit_signal, number - 2}, masked, Op::kSent, number);
                 continue;
             }
             const uint64_t *address = word == 0 ? signal_address(group, peer, credit_signal) : nullptr;
@@ -104,8 +103,8 @@ class RoomAhead {
         // For each thread a part of an outbox, or a credit, of either operation, so that all looks are under way together.
         const uint32_t words = group.layout.ll_parts + 1, per_peer = 2 * words;
         const uint32_t threads = device::warps_per_block() * device::kWarpSize;
-        for (uint32_t i = device::warp_in_block() * device::kWarpSize + device::lane(); i < group.num_ranks() * per_peer;
-             i += threads) {
+        for (uint32_t i = device::warp_in_block() * device::kWarpSize + device::lane();
+             i < group.num_ranks() * per_peer; i += threads) {
             const uint32_t peer = i / per_peer, word = i % words;
             if (group.is_local(peer)) continue;
             if (i / words % 2 == 0) {
@@ -144,13 +143,13 @@ class RoomAhead {
         const uint32_t signal = group.layout.signal_index(Op::kRows, group.rank, part);
         const uint64_t *address = credit ? signal_address(group, peer, group.layout.signal_index(Op::kCredit, peer, 0))
                                          : ring_of(group, peer, signal).completed;
-        const uint64_t least = credit ? (number > kMostBehind ? number - kMostBehind : 0)
-                                      : *Op::ticket(group, number, peer, part);
+        const uint64_t least =
+            credit ? (number > kMostBehind ? number - kMostBehind : 0) : *Op::ticket(group, number, peer, part);
         return device::load_acquire_system(address) >= least;
     }
 
     uint64_t number_, combines_;  // the dispatch that is received, and the combine that was sent last
-    bool dispatch_, combine_;     // as far as this thread knows
+    bool dispatch_, combine_;  // as far as this thread knows
 };
 
 }  // namespace uccl_ep
