@@ -1,5 +1,5 @@
-"""Random programs of low-latency calls on both paths, with warps of one lane and of 32, in one domain and over transports
-that keep order, or none."""
+"""Random programs of low-latency calls on both paths, with warps of one lane and of 32, in one domain and over
+transports that keep order, or none."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def one_after_another(ctx: Context, rounds: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("ranks", "domain"), [(2, 1), (4, 2)])
 def test_heads_say_that_there_is_room(pool: RankPool, ranks: int, domain: int) -> None:
-    """Not each time: completions, or a credit's signal, may be late. But a machine that is never in time does not work."""
+    """Not each time, as completions or a credit's signal may be late; but they are not late forty times."""
     rounds = 40
     for dispatches, combines in pool.run(one_after_another, ranks=ranks, domain=domain, arguments={"rounds": rounds}):
         assert 0 < dispatches <= rounds
