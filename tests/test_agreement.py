@@ -166,3 +166,54 @@ def expert_named_too_often(ctx: Context, who: int) -> tuple[int, str]:
 def test_expert_named_too_often(pool: RankPool, domain: int) -> None:
     for culprit, text in pool.run(expert_named_too_often, ranks=3, domain=domain, options=SHORT, arguments={"who": 1}):
         assert culprit == 1 and "40 times" in text and "32 rows fit" in text, text
+
+
+def no_expert(ctx: Context, who: int, index: int, mode: str) -> tuple[int, str]:
+    """An index that names no expert: what the host's look at it refuses, the kernels refuse where there is none."""
+    from uccl_ep.high_throughput import dispatching, layout
+    from uccl_ep.low_latency import dispatching as low_latency
+
+    buffer, ids = ctx.new_buffer(), routes()
+    if ctx.rank == who:
+        ids[TOKENS - 1, 1] = index
+    call = {"high throughput": dispatch_of, "low latency": ll_dispatch_of}[mode]
+    if ctx.rank == who:
+        with pytest.raises(ArgumentError, match=rf"topk_idx holds {index}: indices are 0 to {EXPERTS - 1}, or -1"):
+            call(buffer, ids)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (dispatching, layout, low_latency):
+            look = module.check_topk_idx  # type: ignore[attr-defined]
+            patch.setattr(module, "check_topk_idx", lambda ids, device, experts=None, look=look: look(ids, device))
+        patch.setattr(low_latency, "check_expert_rows", lambda *_: None)
+        try:
+            for _ in range(3):
+                call(buffer, ids)
+        except PeerFailure as error:
+            return error.rank, str(error)
+        finally:
+            buffer.destroy()
+            ctx.barrier()
+    raise AssertionError("the kernels accepted an index that names no expert")
+
+
+def dispatch_of(buffer: Any, ids: torch.Tensor) -> Any:
+    layout = buffer.get_dispatch_layout(ids, EXPERTS)
+    return buffer.dispatch(rows(BF16), topk_idx=ids, is_token_in_rank=layout[3], num_tokens_per_expert=layout[2])
+
+
+def ll_dispatch_of(buffer: Any, ids: torch.Tensor) -> Any:
+    return buffer.low_latency_dispatch(rows(BF16), ids, MOST, EXPERTS, use_fp8=False)
+
+
+# The last two are those of expert 3 to who keeps 16 or 32 of their bits.
+@pytest.mark.parametrize("index", [EXPERTS, -2, 3 + (1 << 16), 3 + (1 << 32)])
+@pytest.mark.parametrize(
+    ("mode", "domain", "path"),
+    [("high throughput", 0, "auto"), ("high throughput", 1, "auto"), ("low latency", 0, "packed"),
+     ("low latency", 0, "direct"), ("low latency", 1, "auto")],
+)  # fmt: skip
+def test_an_index_that_names_no_expert(pool: RankPool, mode: str, domain: int, path: str, index: int) -> None:
+    options = SHORT | {"UCCL_EP_LOW_LATENCY_PATH": path}
+    arguments = {"who": 1, "index": index, "mode": mode}
+    for culprit, text in pool.run(no_expert, ranks=3, domain=domain, options=options, arguments=arguments):
+        assert culprit == 1 and f"topk_idx holds {index}: indices are 0 to {EXPERTS - 1}, or -1 for none" in text, text

@@ -97,6 +97,9 @@ def _difference(verdict: Any) -> str:
             f"its topk_idx names one expert {theirs} times, and num_max_dispatch_tokens_per_rank = {mine} rows fit: "
             "let a token name an expert once, with -1 in place of the others"
         )
+    if what == EXPERT_INDEX:
+        index = theirs - (1 << 64 if theirs >> 63 else 0)
+        return f"its topk_idx holds {index}: indices are 0 to {mine - 1}, or -1 for none"
     name, shown = DIFFERENCES.get(what, (f"field {what}", str))
     return f"its {name} is {shown(theirs)}, that of rank {verdict.reporter} {shown(mine)}: ranks must pass the same"
 
@@ -127,6 +130,7 @@ DTYPES = {int(code): str(dtype).removeprefix("torch.") for dtype, code in NUMBER
 # kDifference and enum class Difference of core/kernels/parameters.hpp.
 DIFFERENCE = 0xFFFFFF00
 EXPERT_ROWS = 8
+EXPERT_INDEX = 11
 DIFFERENCES: Mapping[int, tuple[str, Callable[[int], str]]] = {
     1: ("dtype", _dtype),
     2: ("row size in bytes (hidden size)", str),

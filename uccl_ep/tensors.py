@@ -98,6 +98,11 @@ def check_rows(name: str, tensor: torch.Tensor, rows: int, what: str) -> None:
 
 
 def check_topk_idx(topk_idx: torch.Tensor, device: torch.device, num_experts: int | None = None) -> torch.Tensor:
+    """A matrix of indices of experts, -1 for none.
+
+    On a GPU a look at the indices would cost a host wait: there kernels refuse one that is no expert's, and all ranks
+    raise `PeerFailure` that names this one.
+    """
     topk_idx = check_matrix("topk_idx", topk_idx, device)
     if topk_idx.dtype not in INDEX_DTYPES:
         raise ArgumentError(f"topk_idx is {topk_idx.dtype}: use {names(INDEX_DTYPES)}")

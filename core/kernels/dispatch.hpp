@@ -61,7 +61,8 @@ struct Pick {
 
     UCCL_EP_DEVICE static Pick of(const DispatchParameters &p, uint32_t token, uint32_t k) {
         const uint64_t from = uint64_t{token} * p.shape.num_topk + k;
-        return {load_index(p.topk_idx, p.index_bytes, from), p.topk_weights == nullptr ? 0.0f : p.topk_weights[from]};
+        return {load_pick(p.topk_idx, p.index_bytes, from, p.shape.num_experts),
+                p.topk_weights == nullptr ? 0.0f : p.topk_weights[from]};
     }
     // To place `at` of the output, which has local indices, and picks of other ranks' experts left out.
     UCCL_EP_DEVICE void receive(const DispatchParameters &p, uint64_t at) const {

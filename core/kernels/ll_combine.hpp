@@ -108,8 +108,9 @@ UCCL_EP_DEVICE uint32_t ll_list_terms(const LowLatencyCombineParameters &p, cons
         const bool inside = k < shape.num_topk;
         int32_t row = inside ? p.combine_row[first + k] : -1;
         if (row >= 0 && p.masked != nullptr) {  // a rank that was left out since the dispatch has sent nothing
-            const auto expert = static_cast<uint32_t>(load_index(p.topk_idx, p.index_bytes, first + k));
-            if (p.masked[expert / (shape.num_experts / p.group.num_ranks())] != 0) row = -1;
+            const int64_t expert = load_pick(p.topk_idx, p.index_bytes, first + k, shape.num_experts);
+            const uint32_t local_experts = shape.num_experts / p.group.num_ranks();
+            if (expert >= 0 && p.masked[static_cast<uint32_t>(expert) / local_experts] != 0) row = -1;
         }
         const int32_t own = inside ? p.own_row[first + k] : -1;
         const float weight = inside ? p.topk_weights[first + k] : 0.0f;

@@ -53,21 +53,24 @@ class PeerWindows {
 // The picks of one token, a lane each; those beyond the lanes are read when they are asked for. The whole warp.
 class TokenPicks {
   public:
-    UCCL_EP_DEVICE TokenPicks(const void *topk_idx, uint32_t index_bytes, uint32_t topk, uint32_t token)
-        : topk_idx_(topk_idx), first_(uint64_t{token} * topk), index_bytes_(index_bytes) {
-        mine_ = device::lane() < topk ? load(device::lane()) : -1;
+    UCCL_EP_DEVICE TokenPicks(const void *topk_idx, uint32_t index_bytes, const LowLatencyShape &shape, uint32_t token)
+        : topk_idx_(topk_idx),
+          first_(uint64_t{token} * shape.num_topk),
+          index_bytes_(index_bytes),
+          num_experts_(shape.num_experts) {
+        mine_ = device::lane() < shape.num_topk ? load(device::lane()) : -1;
     }
     // `k` is below the top-k, and may differ between lanes where it is their own.
     UCCL_EP_DEVICE int32_t operator()(uint32_t k) const { return k == device::lane() ? mine_ : load(k); }
 
   private:
     UCCL_EP_DEVICE int32_t load(uint32_t k) const {
-        return static_cast<int32_t>(load_index(topk_idx_, index_bytes_, first_ + k));
+        return static_cast<int32_t>(load_pick(topk_idx_, index_bytes_, first_ + k, num_experts_));
     }
 
     const void *topk_idx_;
     uint64_t first_;
-    uint32_t index_bytes_;
+    uint32_t index_bytes_, num_experts_;
     int32_t mine_;
 };
 

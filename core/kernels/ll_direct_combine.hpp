@@ -169,7 +169,7 @@ UCCL_EP_DEVICE void direct_combine_receive(const LowLatencyCombineParameters &p,
         return ok;
     };
     for (uint32_t token = block; token < p.num_tokens; token += blocks) {
-        const TokenPicks pick(p.topk_idx, p.index_bytes, topk, token);
+        const TokenPicks pick(p.topk_idx, p.index_bytes, shape, token);
         uint32_t num_sums = 0;
         for_each_rank_of(pick, topk, local_experts, [&](uint32_t) { ++num_sums; });
         if (token == block && !wait_rows()) break;

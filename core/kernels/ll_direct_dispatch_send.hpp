@@ -19,8 +19,9 @@ UCCL_EP_DEVICE uint64_t direct_picks_word(const LowLatencyDispatchParameters &p,
                                           uint64_t number) {
     if (token >= p.num_tokens) return PicksWord::empty(number);
     const uint64_t first = uint64_t{token} * p.shape.num_topk;
-    return PicksWord::of(number, i * PicksWord::kPicks, p.shape.num_topk,
-                         [&](uint32_t k) { return load_index(p.topk_idx, p.index_bytes, first + k); });
+    return PicksWord::of(number, i * PicksWord::kPicks, p.shape.num_topk, [&](uint32_t k) {
+        return load_pick(p.topk_idx, p.index_bytes, first + k, p.shape.num_experts);
+    });
 }
 
 // Tell the peers whose header this block writes, the last ones, which have the fewest tokens, what this call is. The
@@ -54,7 +55,7 @@ UCCL_EP_DEVICE void direct_write_token(const LowLatencyDispatchParameters &p, co
     const auto inbox_of = [&](uint32_t rank) {
         return direct_dispatch_inbox(group, windows[rank], group.rank, number);
     };
-    const TokenPicks pick(p.topk_idx, p.index_bytes, shape.num_topk, token);
+    const TokenPicks pick(p.topk_idx, p.index_bytes, shape, token);
     const uint64_t row = uint64_t{token} * shape.row_bytes;
     if (shape.quantization != static_cast<uint32_t>(Quantization::kNone)) {
         cast_token(shape, p.x, token, ready, [&](auto store) {

@@ -87,22 +87,23 @@ UCCL_EP_DEVICE_SELDOM uint64_t direct_wait_picks(const LowLatencyDispatchParamet
     });
 }
 
-// The picks of a token of this rank, into the block's memory. One thread.
+// The picks of a token of this rank, into the block's memory; an index that is no expert's is refused. One thread.
 UCCL_EP_DEVICE void direct_own_picks(const LowLatencyDispatchParameters &p, uint32_t token, int16_t *picks) {
     constexpr uint32_t kAtOnce = 8;  // loads in flight
-    const uint32_t topk = p.shape.num_topk;
+    const uint32_t topk = p.shape.num_topk, experts = p.shape.num_experts;
     for (uint32_t base = 0; base < topk; base += kAtOnce) {
-        int16_t loaded[kAtOnce];
+        int64_t loaded[kAtOnce];
         UCCL_EP_UNROLL
         for (uint32_t i = 0; i < kAtOnce; ++i) {
             const bool there = base + i < topk && token < p.num_tokens;
-            loaded[i] =
-                there ? static_cast<int16_t>(load_index(p.topk_idx, p.index_bytes, uint64_t{token} * topk + base + i))
-                      : int16_t{-1};
+            loaded[i] = there ? load_index(p.topk_idx, p.index_bytes, uint64_t{token} * topk + base + i) : -1;
         }
         UCCL_EP_UNROLL
         for (uint32_t i = 0; i < kAtOnce; ++i) {
-            if (base + i < topk) picks[base + i] = loaded[i];
+            if (base + i >= topk) continue;
+            const bool refused = is_refused(loaded[i], experts);
+            if (refused) refuse_index(p.group, Phase::kLowLatencyDispatchReceive, loaded[i], experts);
+            picks[base + i] = refused ? int16_t{-1} : static_cast<int16_t>(loaded[i]);
         }
     }
 }

@@ -17,8 +17,13 @@ UCCL_EP_DEVICE uint8_t *ll_message(const Group &group, uint32_t destination, uin
                : group.data + group.layout.ll_dispatch_outbox(parity, destination);
 }
 
+// The expert of an entry, -1 where that is none, or one of a rank that is left out.
 UCCL_EP_DEVICE int64_t ll_expert(const LowLatencyDispatchParameters &p, uint32_t entry, uint32_t local_experts) {
     const int64_t expert = load_index(p.topk_idx, p.index_bytes, entry);
+    if (is_refused(expert, p.shape.num_experts)) {
+        refuse_index(p.group, Phase::kLowLatencyDispatchSend, expert, p.shape.num_experts);
+        return -1;
+    }
     return expert >= 0 && p.masked != nullptr && p.masked[static_cast<uint32_t>(expert) / local_experts] != 0 ? -1
                                                                                                               : expert;
 }
@@ -46,7 +51,7 @@ UCCL_EP_DEVICE bool is_first_for_rank(const LowLatencyDispatchParameters &p, uin
     }
     bool first = valid;
     for (uint32_t other = entry - entry % topk; other < entry && first; ++other) {
-        const int64_t earlier = load_index(p.topk_idx, p.index_bytes, other);
+        const int64_t earlier = load_pick(p.topk_idx, p.index_bytes, other, p.shape.num_experts);
         first = earlier < 0 || static_cast<uint32_t>(earlier) / local_experts != rank;
     }
     return first;

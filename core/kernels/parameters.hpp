@@ -39,6 +39,7 @@ enum class Difference : uint32_t {
     kExpertRows = 8,  // of a rank with itself: more rows for one expert than a low-latency layout has room for
     kMostTokens = 9,  // of a high-throughput dispatch
     kPath = 10,  // how low-latency rows travel, LowLatencyPath
+    kExpertIndex = 11,  // of a rank with itself: an index in topk_idx that is no expert's; expected: num_experts
 };
 
 // Where a kernel leaves what went wrong; host memory, read when the launch is done.
@@ -73,6 +74,7 @@ struct Group {
 
 // get_dispatch_layout.
 struct RoutingParameters {
+    Group group;
     const void *topk_idx;        // [num_tokens, num_topk] int32 or int64, -1: no expert
     uint32_t index_bytes;        // 4 or 8
     uint32_t num_tokens;

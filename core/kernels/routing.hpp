@@ -16,7 +16,11 @@ UCCL_EP_KERNEL(uccl_ep_routing, RoutingParameters) {
         for (uint32_t rank = 0; rank < p.num_ranks; ++rank) in_rank[rank] = 0;
         for (uint32_t k = 0; k < p.num_topk; ++k) {
             const int64_t expert = load_index(p.topk_idx, p.index_bytes, uint64_t{token} * p.num_topk + k);
-            if (expert < 0 || expert >= p.num_experts) continue;
+            if (is_refused(expert, p.num_experts)) {
+                refuse_index(p.group, Phase::kDispatch, expert, p.num_experts);
+                continue;
+            }
+            if (expert < 0) continue;
             device::add_device(&p.num_tokens_per_expert[expert], 1);
             const uint32_t rank = static_cast<uint32_t>(expert) / experts_per_rank;
             if (in_rank[rank] == 0) {

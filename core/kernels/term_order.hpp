@@ -15,8 +15,9 @@ UCCL_EP_KERNEL(uccl_ep_term_order, TermOrderParameters) {
          token += device::num_blocks() * threads) {
         // The place of pick k's rank or domain, -1 for none: picks with the same one belong together.
         const auto group = [&](uint32_t k, uint32_t experts) -> int64_t {
-            const int64_t expert = load_index(p.topk_idx, p.index_bytes, uint64_t{token} * p.num_topk + k);
-            return expert < 0 || expert >= p.num_experts ? -1 : expert / experts;
+            const int64_t expert =
+                load_pick(p.topk_idx, p.index_bytes, uint64_t{token} * p.num_topk + k, p.num_experts);
+            return expert < 0 ? -1 : expert / experts;
         };
         const auto is_last = [&](uint32_t k, uint32_t experts) {
             const int64_t own = group(k, experts);

@@ -29,6 +29,22 @@ UCCL_EP_DEVICE int64_t load_index(const void *indices, uint32_t index_bytes, uin
                             : int64_t{static_cast<const int32_t *>(indices)[i]};
 }
 
+// An expert that a token names, -1 for none. What names no expert counts as none, so that no kernel follows it out of a
+// table; `is_refused` says of which values that is not what the caller meant.
+UCCL_EP_DEVICE int64_t load_pick(const void *topk_idx, uint32_t index_bytes, uint64_t i, uint32_t num_experts) {
+    const int64_t expert = load_index(topk_idx, index_bytes, i);
+    return static_cast<uint64_t>(expert) < num_experts ? expert : -1;
+}
+
+UCCL_EP_DEVICE bool is_refused(int64_t index, uint32_t num_experts) {
+    return static_cast<uint64_t>(index + 1) > num_experts;
+}
+
+// Refuse a call whose topk_idx holds `index`, in the name of this rank. One thread.
+UCCL_EP_DEVICE_SELDOM void refuse_index(const Group &group, Phase phase, int64_t index, uint32_t num_experts) {
+    fail_difference(group, phase, group.rank, Difference::kExpertIndex, static_cast<uint64_t>(index), num_experts);
+}
+
 UCCL_EP_DEVICE void store_index(void *indices, uint32_t index_bytes, uint64_t i, int64_t value) {
     if (index_bytes == 8) {
         static_cast<int64_t *>(indices)[i] = value;

@@ -107,6 +107,7 @@ class Group(ctypes.Structure):
 
 class RoutingParameters(ctypes.Structure):
     _fields_ = [
+        ("group", Group),
         ("topk_idx", c_void_p),
         ("index_bytes", c_uint32),
         ("num_tokens", c_uint32),

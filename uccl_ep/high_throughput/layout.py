@@ -27,7 +27,9 @@ def get_layout(communicator: Communicator, topk_idx: torch.Tensor, num_experts: 
     """Count where tokens go. No communication.
 
     Raises:
-        ArgumentError: a wrong dtype, shape or expert count, with what would do.
+        ArgumentError: a wrong dtype, shape or expert count, or an index that is no expert's, with what would do. On
+            a GPU a look at the indices would cost a host wait: there the kernel refuses them, and all ranks raise
+            `PeerFailure`, which names this one, from their next call on.
     """
     device = communicator.backend.torch_device
     check_experts(num_experts, communicator.num_ranks)
@@ -40,6 +42,7 @@ def get_layout(communicator: Communicator, topk_idx: torch.Tensor, num_experts: 
     communicator.launch(
         "uccl_ep_routing",
         RoutingParameters(
+            group=communicator.group_struct(),
             topk_idx=pointer(topk_idx),
             index_bytes=topk_idx.element_size(),
             num_tokens=num_tokens,
