@@ -12,12 +12,13 @@ from contextlib import suppress
 from typing import Any
 
 from uccl_ep_core import _native
-from uccl_ep_core.errors import BufferClosedError, EPError
-from uccl_ep_core.kernel_parameters import BarrierParameters, Group, KernelStatus, LayoutStruct
+from uccl_ep_core.errors import ArgumentError, BufferClosedError, EPError
+from uccl_ep_core.kernel_parameters import BarrierParameters, Group, KernelStatus, LayoutStruct, SpanTable
 
 from .connection import Connection
 from .failures import peer_failure
 from .grids import LOCAL_WARPS, full_grid, low_latency_grid
+from .tracing import Profile
 
 
 class Communicator(Connection):
@@ -47,6 +48,7 @@ class Communicator(Connection):
             status=self._status.device_pointer,
             own_messages=0 if self._own_messages is None else self._own_messages.device_pointer,
             operation=self._operation,
+            spans=SpanTable() if self.tracing is None else self.tracing.table(),
         )
 
     def launch(
@@ -141,6 +143,17 @@ class Communicator(Connection):
         if self._resources.engine is not None:
             result["engine"] = self.engine.stats()
         return result
+
+    def profile(self) -> Profile:
+        """See `GroupBuffer.profile`."""
+        self.ensure_usable()
+        if self.tracing is None:
+            raise ArgumentError(
+                "kernels of this buffer record nothing: create it with the option trace_kernels = true "
+                "(UCCL_EP_TRACE_KERNELS=1)"
+            )
+        with self._resources.used():
+            return self.tracing.profile(self.general.timeout_s)
 
     def close(self) -> None:
         """Release everything; not collective, may be called twice."""

@@ -22,6 +22,7 @@ from .domains import ranks_per_domain, reachable_ranks
 from .low_latency.capacity import LowLatencyCapacity
 from .resources import Resources
 from .team_grids import BLOCK_TEAMS, Room, Work, suitable_channels
+from .tracing import KernelTracing
 
 logger = logging.getLogger("uccl_ep")
 
@@ -117,6 +118,11 @@ class Connection:
             configuration = Configuration.resolve(overrides)
             selection = configuration.select_gpu_backend(torch_device)
             backend = selection.plugin.open(selection.device, selection.options)
+            if configuration.general.trace_kernels and not backend.traces_kernels:
+                backend.close()
+                raise CapabilityError(
+                    f"trace_kernels = true: GPU backend {selection.name} cannot record what kernels do; set it to false"
+                )
             most, wanted = backend.limits.block_teams, configuration.general.block_teams
             if wanted > most:
                 backend.close()
@@ -326,6 +332,12 @@ class Connection:
         if self.staged and self.layout.ll_dispatch_bytes != 0:  # what stays on the device does not cross the bus
             self._own_messages = backend.allocate_device_memory(2 * self.layout.ll_dispatch_bytes)
             windows.append(self._own_messages)
+        self.tracing = None
+        if self.general.trace_kernels:
+            general = self.general
+            self.tracing = KernelTracing(backend, self.rank, general.trace, general.trace_kernel_spans)
+            self._resources.tracing = self.tracing
+            windows += self.tracing.windows
         self.channel = None
         self.num_rings = 0
         self._ring_views = None

@@ -11,6 +11,7 @@ from uccl_ep_core.errors import ArgumentError
 from .communicator import Communicator
 from .events import EventHandle, EventOverlap, communication_stream
 from .high_throughput import Biases
+from .tracing import Profile
 
 Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 AnyEvent = EventHandle | EventOverlap
@@ -28,6 +29,15 @@ class GroupBuffer:
     def stats(self) -> dict[str, Any]:
         """Counts since the start: operations, kernels by name, and what the proxies did."""
         return self._communicator.stats()
+
+    def profile(self) -> Profile:
+        """What the kernels of this rank did since the last call, and for how long: which step bounds which. Waits for
+        torch's current stream; not collective. Its text is a table, `Profile.as_dict` is for a file.
+
+        Raises:
+            ArgumentError: the buffer was created without the option ``trace_kernels``, or a graph is being captured.
+        """
+        return self._communicator.profile()
 
     def check(self) -> None:
         """Raise the group's failure, if there is one (`PeerFailure`), or `BufferClosedError` after `destroy`."""

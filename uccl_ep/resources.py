@@ -30,6 +30,7 @@ class Resources:
         self.windows: list[Window] = []
         self.transport: Transport | None = None
         self.engine: Any = None
+        self.tracing: Any = None
         self.monitor: Any = None
         self.verdicts: Any = None
         self.backend: GpuBackend | None = None
@@ -80,6 +81,9 @@ class Resources:
             self.verdicts.close()  # peers that still wait for this rank learn that it left on purpose
             self.verdicts = None
         engine, self.engine = self.engine, None
+        if self.tracing is not None:
+            self.tracing.finish(engine)
+            self.tracing = None
         ended = engine is None or engine.stop(STOP_S)
         if self.monitor is not None:
             self.monitor.stop()

@@ -7,6 +7,7 @@ namespace uccl_ep {
 
 UCCL_EP_KERNEL(uccl_ep_barrier, BarrierParameters) {
     const Group &group = parameters.group;
+    const KernelSpan kernel(group, TracedKernel::kBarrier);
     if (device::block_index() != 0 || device::warp_in_block() != 0 || device::lane() != 0) return;
     uint64_t *count = Counters::at(group, SingleCounter::kBarrier);
     const uint64_t number = *count + 1;

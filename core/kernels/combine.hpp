@@ -16,6 +16,7 @@ UCCL_EP_DEVICE RowFormat row_format(const CombineParameters &p) { return {p.row_
 // Role: send this channel's rows of `source` home.
 UCCL_EP_DEVICE bool combine_send(const CombineParameters &p, Team team, uint32_t source, uint32_t channel) {
     const Group &group = p.group;
+    const Span role(group, Activity::kSends, team.leads(), source);
     const uint32_t index = source * group.layout.num_channels + channel;
     const uint32_t total = static_cast<uint32_t>(p.receive_rows[index]);
     const uint64_t first = static_cast<uint64_t>(p.receive_offset[index]);
@@ -29,12 +30,14 @@ UCCL_EP_DEVICE bool combine_send(const CombineParameters &p, Team team, uint32_t
         if (!ok) break;
         const CombineRows at = CombineRows::of(p, rows);
         if (team.leads()) write_message_header(group, slot, OperationKind::kCombine, rows, row_format(p), group.rank);
+        Span step(group, Activity::kCopies, team.leads());
         copy_shared_out(team, slot + at.payload, p.x + (first + sent) * p.row_bytes, uint64_t{rows} * p.row_bytes);
         if (p.num_topk != 0) {
             copy_shared_out(team, slot + at.topk_weights,
                             reinterpret_cast<const uint8_t *>(p.topk_weights + (first + sent) * p.num_topk),
                             uint64_t{rows} * p.num_topk * 4);
         }
+        step.end();
         ok = sender.commit(at.end);
         sent += rows;
     }
@@ -189,19 +192,24 @@ class CombineRounds {
     }
 
     UCCL_EP_DEVICE bool sum() {
+        const Span role(p_.group, Activity::kSums, team_.leads());
         const uint64_t own =
             static_cast<uint64_t>(p_.receive_offset[p_.group.rank * p_.group.layout.num_channels + channel_]);
         const uint32_t rounds = (range_.end - range_.begin + most_ - 1) / most_;
         bool ok = rounds == 0 || number(0);
         for (uint32_t round = 0; round < rounds; ++round) {
+            Span step(p_.group, Activity::kWaitsForRows, team_.leads());
             ok = team_.all(ok);  // the rows of this round are here, and those of the one before have been read
+            step.end();
             if (!ok) return false;
             if (round > 0) ok = give_back(round - 1);
+            step.next(Activity::kAddsUp);
             const uint32_t begin = first_token(round), tokens = first_token(round + 1) - begin;
             for (uint32_t i = team_.index; i < tokens; i += team_.size) {
                 combine_sum(p_, progress_, channel_, own, begin + i, rows(round) + i * ranks(),
                             progress_.terms() + team_.index * (ranks() + 2));
             }
+            step.end();
             if (round + 1 < rounds) ok = number(round + 1) && ok;
             device::sync_lanes();  // the others learn of a failure when they meet again
         }
@@ -221,6 +229,7 @@ class CombineRounds {
 
     // Number the rows of a round, and wait for them; false on failure. Each warp some ranks.
     UCCL_EP_DEVICE bool number(uint32_t round) {
+        const Span span(p_.group, Activity::kWaitsForRows, team_.leads());
         const uint32_t begin = first_token(round), tokens = first_token(round + 1) - begin;
         bool ok = true;
         for (uint32_t rank = team_.index; rank < ranks(); rank += team_.size) {
@@ -249,6 +258,7 @@ class CombineRounds {
     // The rows of a round have been read: slots that are empty may go back; false on failure. Each warp some ranks, the
     // last warp the first of them: a release takes a GPU as long as a wait, and one warp should not have both.
     UCCL_EP_DEVICE bool give_back(uint32_t round) {
+        const Span span(p_.group, Activity::kGivesBack, team_.leads());
         bool ok = true;
         for (uint32_t rank = team_.size - 1 - team_.index; rank < ranks(); rank += team_.size) {
             if (device::lane() != 0 || rank == p_.group.rank) continue;
@@ -274,6 +284,7 @@ UCCL_EP_KERNEL(uccl_ep_combine, CombineParameters) {
     const CombineParameters &p = parameters;
     const Group &group = p.group;
     const uint32_t ranks = group.num_ranks();
+    const KernelSpan kernel(group, TracedKernel::kCombine);
     if (!may_begin(group)) return;
     const TeamOfWarp mine = team_of_warp(p.team_ends);
     const ChannelTeams teams =

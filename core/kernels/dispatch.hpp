@@ -115,11 +115,13 @@ UCCL_EP_DEVICE void write_masks(const DispatchParameters &p, Team team, const To
 UCCL_EP_DEVICE bool dispatch_send(const DispatchParameters &p, Team team, const StreamPlace &place, uint32_t first_rank,
                                   uint32_t rank_count, uint32_t total, bool on_rail) {
     const Group &group = p.group;
+    const Span role(group, Activity::kSends, team.leads(), place.peer);
     // Inside a domain as many for each warp, where more than one a warp fit: a warp without a row would wait for the rest.
     const uint32_t most = DispatchRows::capacity(p.shape, group.layout.slot_bytes, on_rail);
     const bool even = most > team.size && group.is_local(place.peer);
     const uint32_t capacity = even ? most - most % team.size : most;
     StreamSender sender(group, place, Phase::kDispatch, team);
+    Span step(group, team.leads());
     uint32_t left = total, filled = 0, rows = 0;
     uint8_t *slot = nullptr;
     DispatchRows at{};
@@ -130,6 +132,7 @@ UCCL_EP_DEVICE bool dispatch_send(const DispatchParameters &p, Team team, const 
                 rows = left < capacity ? left : capacity;
                 slot = sender.acquire();
                 if (slot == nullptr) return false;
+                step.next(Activity::kCopies);
                 at = DispatchRows::of(p.shape, rows, on_rail);
                 if (team.leads())
                     write_message_header(group, slot, OperationKind::kDispatch, rows, row_format(p.shape), group.rank);
@@ -141,6 +144,7 @@ UCCL_EP_DEVICE bool dispatch_send(const DispatchParameters &p, Team team, const 
             selected ^= fitting;
             filled += device::population_count(fitting);
             if (filled != rows) continue;
+            step.end();
             if (!sender.commit(at.end)) return false;
             left -= rows;
             filled = 0;
@@ -166,6 +170,7 @@ UCCL_EP_DEVICE void copy_shared_out(Team team, uint8_t *to, const uint8_t *from,
 // Take the rows of one message into the output, starting at row `first`. Called by the whole team.
 UCCL_EP_DEVICE void take_rows(const DispatchParameters &p, Team team, const uint8_t *slot, uint32_t rows,
                               uint64_t first) {
+    const Span span(p.group, Activity::kCopies, team.leads());
     const DispatchShape &shape = p.shape;
     const DispatchRows at = DispatchRows::of(shape, rows, false);
     copy_shared_out(team, p.receive_x + first * shape.row_bytes, slot + at.payload, uint64_t{rows} * shape.row_bytes);
@@ -187,6 +192,7 @@ UCCL_EP_DEVICE void take_rows(const DispatchParameters &p, Team team, const uint
 // Role: receive this channel's rows of `source`.
 UCCL_EP_DEVICE bool dispatch_receive(const DispatchParameters &p, Team team, const StreamPlace &place,
                                      uint32_t source) {
+    const Span role(p.group, Activity::kReceives, team.leads(), source);
     const uint32_t index = source * p.group.layout.num_channels + place.channel;
     const uint32_t total = static_cast<uint32_t>(p.receive_rows[index]);
     const uint64_t first = static_cast<uint64_t>(p.receive_offset[index]);
@@ -213,6 +219,7 @@ UCCL_EP_DEVICE bool dispatch_receive(const DispatchParameters &p, Team team, con
 // Role: my own tokens that stay here go straight to the output.
 UCCL_EP_DEVICE void dispatch_keep(const DispatchParameters &p, Team team, uint32_t channel) {
     const Group &group = p.group;
+    const Span role(group, Activity::kKeeps, team.leads());
     const DispatchShape &shape = p.shape;
     const uint32_t channels = group.layout.num_channels, topk = shape.num_topk;
     const auto first = static_cast<uint64_t>(p.receive_offset[group.rank * channels + channel]);
@@ -238,6 +245,7 @@ UCCL_EP_DEVICE void dispatch_keep(const DispatchParameters &p, Team team, uint32
 // Role: forward this channel's rows of my rail peer in `source_domain` to the ranks of my domain.
 UCCL_EP_DEVICE bool dispatch_forward(const DispatchParameters &p, Team team, uint32_t source_domain, uint32_t channel) {
     const Group &group = p.group;
+    const Span role(group, Activity::kForwards, team.leads(), rail_peer(group, source_domain));
     const DispatchShape &shape = p.shape;
     const uint32_t source = rail_peer(group, source_domain);
     const uint32_t total = static_cast<uint32_t>(p.rail_rows[source_domain * group.layout.num_channels + channel]);
@@ -264,6 +272,7 @@ UCCL_EP_DEVICE bool dispatch_forward(const DispatchParameters &p, Team team, uin
             uint8_t *out = sender.acquire();
             ok = out != nullptr;
             if (ok) {
+                Span step(group, Activity::kCopies, team.leads());
                 const DispatchRows at = DispatchRows::of(shape, count, false);
                 if (team.leads())
                     write_message_header(group, out, OperationKind::kDispatch, count, row_format(shape), source);
@@ -284,6 +293,7 @@ UCCL_EP_DEVICE bool dispatch_forward(const DispatchParameters &p, Team team, uin
                                  uint64_t{shape.num_topk} * 4);
                     device::copy(out + at.source + uint64_t{filled} * 4, slot + from.source + uint64_t{row} * 4, 4);
                 }
+                step.end();
                 ok = sender.commit(at.end);
             }
             sender.finish();
@@ -300,6 +310,7 @@ UCCL_EP_KERNEL(uccl_ep_dispatch, DispatchParameters) {
     const Group &group = p.group;
     const Layout &layout = group.layout;
     const uint32_t channels = layout.num_channels, per_domain = layout.ranks_per_domain, ranks = layout.num_ranks;
+    const KernelSpan kernel(group, TracedKernel::kDispatch);
     if (!may_begin(group)) return;
     const TeamOfWarp mine = team_of_warp(p.team_ends);
     const ChannelTeams teams = ChannelTeams::of(mine, channels, device::block_index(), device::num_blocks());

@@ -39,6 +39,7 @@ UCCL_EP_DEVICE uint64_t ll_row_to_return(const LowLatencyCombineParameters &p, u
 // The send half. The whole grid.
 UCCL_EP_DEVICE void ll_combine_send(const LowLatencyCombineParameters &p) {
     const Group &group = p.group;
+    const Span half(group, Activity::kSends);
     const Layout &layout = group.layout;
     const LowLatencyShape &shape = p.shape;
     const uint32_t ranks = group.num_ranks();
@@ -74,6 +75,7 @@ UCCL_EP_DEVICE void ll_combine_send(const LowLatencyCombineParameters &p) {
     const uint32_t wanted = total != 0 && warps > total ? warps / total : 1;
     const uint64_t piece = align_up((shape.row_bytes + wanted - 1) / wanted, 512);
     const auto pieces = static_cast<uint32_t>((shape.row_bytes + piece - 1) / piece);
+    Span step(group, Activity::kCopies);
     for (uint32_t item = warp; ok && item < total * pieces; item += warps) {
         uint32_t row = item / pieces, destination = 0;
         for (uint32_t rows = rows_to(0); row >= rows; rows = rows_to(++destination)) row -= rows;
@@ -82,6 +84,7 @@ UCCL_EP_DEVICE void ll_combine_send(const LowLatencyCombineParameters &p) {
         device::copy(message_to(destination) + to + begin, p.x + from + begin,
                      shape.row_bytes - begin < piece ? shape.row_bytes - begin : piece);
     }
+    step.end();
     if (ll_all_written(group, device::num_blocks(), ok)) {
         ll_send_all<PackedCombine>(group, number, p.masked, [&](uint32_t destination) -> LowLatencyMessage {
             return {
@@ -131,6 +134,7 @@ UCCL_EP_DEVICE uint32_t ll_list_terms(const LowLatencyCombineParameters &p, cons
 // The receive half. The whole grid.
 UCCL_EP_DEVICE void ll_combine_receive(const LowLatencyCombineParameters &p) {
     const Group &group = p.group;
+    const Span half(group, Activity::kReceives);
     const Layout &layout = group.layout;
     const LowLatencyShape &shape = p.shape;
     const uint64_t number = ll_done(group, LowLatencyHalf::kCombineReceive) + 1;
@@ -148,6 +152,7 @@ UCCL_EP_DEVICE void ll_combine_receive(const LowLatencyCombineParameters &p) {
     const bool listed = p.masked == nullptr && warp < items;
     uint32_t num_terms = listed ? ll_list_terms(p, inbox, warp / pieces, terms) : 0;
     if (ll_wait_all<PackedCombine>(group, number, p.masked, p.wait_cost, [](uint32_t) { return true; })) {
+        const Span step(group, Activity::kAddsUp);
         for (uint32_t item = warp; item < items; item += warps) {
             const uint32_t token = item / pieces, begin = item % pieces * piece;
             if (item != warp || !listed) num_terms = ll_list_terms(p, inbox, token, terms);
@@ -166,12 +171,19 @@ UCCL_EP_DEVICE void ll_combine_receive(const LowLatencyCombineParameters &p) {
     }
 }
 
-UCCL_EP_KERNEL(uccl_ep_ll_combine_send, LowLatencyCombineParameters) { ll_combine_send(parameters); }
+UCCL_EP_KERNEL(uccl_ep_ll_combine_send, LowLatencyCombineParameters) {
+    const KernelSpan kernel(parameters.group, TracedKernel::kLowLatencyCombineSend);
+    ll_combine_send(parameters);
+}
 
-UCCL_EP_KERNEL(uccl_ep_ll_combine_receive, LowLatencyCombineParameters) { ll_combine_receive(parameters); }
+UCCL_EP_KERNEL(uccl_ep_ll_combine_receive, LowLatencyCombineParameters) {
+    const KernelSpan kernel(parameters.group, TracedKernel::kLowLatencyCombineReceive);
+    ll_combine_receive(parameters);
+}
 
 // Both halves at once, for a caller who waits anyhow.
 UCCL_EP_KERNEL(uccl_ep_ll_combine, LowLatencyCombineParameters) {
+    const KernelSpan kernel(parameters.group, TracedKernel::kLowLatencyCombine);
     ll_combine_send(parameters);
     device::sync_block();  // the halves share the block's memory
     ll_combine_receive(parameters);

@@ -145,6 +145,7 @@ UCCL_EP_DEVICE_SELDOM bool direct_wait_long_for_room(const Group &group, uint64_
 // earlier kernel failed. The whole warp: each warp looks for itself, so that none waits for another.
 template <class Operation>
 UCCL_EP_DEVICE bool direct_wait_room(const Group &group, const DirectCounts<Operation> &counts) {
+    const Span span(group, Activity::kWaitsForRoom);
     const uint32_t ranks = group.num_ranks(), block = device::block_index();
     const uint64_t number = counts.sent + 1, expected = number > 2 ? number - 2 : 0;
     bool there = true;
@@ -169,6 +170,7 @@ UCCL_EP_DEVICE bool is_herald() { return device::warp_in_block() == device::warp
 // operation but one. The whole block.
 template <class Operation>
 UCCL_EP_DEVICE void direct_raise(const Group &group, const DirectCounts<Operation> &counts) {
+    const Span span(group, Activity::kHandsOver);
     device::sync_block_for(is_herald());
     if (!is_herald()) return;
     // After a failure, now or in an earlier kernel, rows are not there: whoever waits for them ends by the failure. The

@@ -113,6 +113,7 @@ UCCL_EP_DEVICE void direct_sum_sources(const LowLatencyCombineParameters &p, uin
 // The send half. The whole grid.
 UCCL_EP_DEVICE void direct_combine_send(const LowLatencyCombineParameters &p, const DirectCombineCounts &counts) {
     const Group &group = p.group;
+    const Span half(group, Activity::kSends);
     const uint32_t warp = device::warp_in_block(), ranks = group.num_ranks(), topk = p.shape.num_topk;
     const uint64_t number = counts.sent + 1;
     bool asked = false, ok = false;
@@ -131,9 +132,11 @@ UCCL_EP_DEVICE void direct_combine_send(const LowLatencyCombineParameters &p, co
     auto *terms = reinterpret_cast<WeightedRow *>(device::shared_memory()) + warp * topk;
     // The others' tokens first; this rank's own while those sums travel, and while the herald waits for its fence.
     for (uint32_t own = 0; own < 2; ++own) {
+        Span step(group, own == 0 ? Activity::kAddsUp : Activity::kAddsUpOwn);
         // Where the dispatch failed, `picks` may name any rows. The whole warp goes the same way.
         if (device::ballot(counts.failed) == 0)
             direct_sum_sources(p, own == 0 ? 1 : 0, own == 0 ? ranks - 1 : 1, counts.sent + 1, terms, has_room);
+        step.end();
         if (own == 0) direct_raise(group, counts);
     }
     // By who has waited for the other warps: all of them have read the count.
@@ -145,6 +148,7 @@ UCCL_EP_DEVICE void direct_combine_send(const LowLatencyCombineParameters &p, co
 // before.
 UCCL_EP_DEVICE void direct_combine_receive(const LowLatencyCombineParameters &p, const DirectCombineCounts &counts) {
     const Group &group = p.group;
+    const Span half(group, Activity::kReceives);
     const LowLatencyShape &shape = p.shape;
     const uint32_t ranks = group.num_ranks(), topk = shape.num_topk, local_experts = shape.num_experts / ranks;
     const uint32_t warp = device::warp_in_block(), warps = device::warps_per_block();
@@ -156,6 +160,7 @@ UCCL_EP_DEVICE void direct_combine_receive(const LowLatencyCombineParameters &p,
     const uint32_t pieces = sum_pieces(shape, &elements);
     bool ok = !counts.failed;
     const auto wait_rows = [&] {  // a rank a lane, so that their looks are under way together
+        const Span span(group, Activity::kWaitsForRows);
         for (uint32_t i = device::lane(); i < ranks; i += device::kWarpSize) {
             const uint32_t source = (group.rank + i) % ranks;
             if (i == 0) continue;
@@ -173,6 +178,7 @@ UCCL_EP_DEVICE void direct_combine_receive(const LowLatencyCombineParameters &p,
         uint32_t num_sums = 0;
         for_each_rank_of(pick, topk, local_experts, [&](uint32_t) { ++num_sums; });
         if (token == block && !wait_rows()) break;
+        const Span step(group, Activity::kAddsUp);
         const uint8_t *token_sums = sums + at.sum(token, 0);
         for (uint32_t piece = warp; piece < pieces; piece += warps) {
             const uint32_t begin = piece * elements;
@@ -188,15 +194,18 @@ UCCL_EP_DEVICE void direct_combine_receive(const LowLatencyCombineParameters &p,
 }
 
 UCCL_EP_KERNEL(uccl_ep_ll_direct_combine_send, LowLatencyCombineParameters) {
+    const KernelSpan kernel(parameters.group, TracedKernel::kDirectCombineSend);
     direct_combine_send(parameters, DirectCombineCounts::of(parameters.group));
 }
 
 UCCL_EP_KERNEL(uccl_ep_ll_direct_combine_receive, LowLatencyCombineParameters) {
+    const KernelSpan kernel(parameters.group, TracedKernel::kDirectCombineReceive);
     direct_combine_receive(parameters, DirectCombineCounts::of(parameters.group));
 }
 
 // Both halves at once, for a caller who waits anyhow.
 UCCL_EP_KERNEL(uccl_ep_ll_direct_combine, LowLatencyCombineParameters) {
+    const KernelSpan kernel(parameters.group, TracedKernel::kDirectCombine);
     const auto counts = DirectCombineCounts::of(parameters.group);
     direct_combine_send(parameters, counts);
     direct_combine_receive(parameters, counts);

@@ -43,6 +43,7 @@ UCCL_EP_DEVICE void direct_expand_row(const LowLatencyDispatchParameters &p, con
 // by that failure. The whole warp. False on failure.
 UCCL_EP_DEVICE bool direct_wait_sources(const LowLatencyDispatchParameters &p, uint64_t number) {
     const Group &group = p.group;
+    const Span span(group, Activity::kWaitsForRows);
     bool ok = true;
     for (uint32_t i = device::lane(); i < group.num_ranks(); i += device::kWarpSize) {
         if (i == 0) continue;
@@ -61,6 +62,7 @@ UCCL_EP_DEVICE bool direct_wait_sources(const LowLatencyDispatchParameters &p, u
 // the block finds out where rows belong, and copies those of its own rank.
 UCCL_EP_DEVICE void direct_dispatch_receive(const LowLatencyDispatchParameters &p, const DirectDispatchCounts &counts) {
     const Group &group = p.group;
+    const Span half(group, Activity::kReceives);
     const LowLatencyShape &shape = p.shape;
     const uint32_t ranks = group.num_ranks(), topk = shape.num_topk, block = device::block_index();
     const uint32_t warp = device::warp_in_block(), warps = device::warps_per_block();
@@ -89,6 +91,7 @@ UCCL_EP_DEVICE void direct_dispatch_receive(const LowLatencyDispatchParameters &
                 if (round == 0 && is_herald()) ok = direct_wait_sources(p, number) && ok;
                 if (!device::sync_block_all(ok)) return;
             }
+            const Span step(group, others != 0 ? Activity::kCopies : Activity::kCopiesOwn);
             const uint32_t items = others != 0 ? (ranks - 1) * units : works && ok ? units : 0;
             for (uint32_t item = warp; item < items; item += others != 0 ? warps : workers.size) {
                 direct_expand_row(p, placing, (group.rank + others + item / units) % ranks, token, number, item % units,

@@ -78,6 +78,7 @@ UCCL_EP_DEVICE void direct_write_token(const LowLatencyDispatchParameters &p, co
 // The send half. The whole grid.
 UCCL_EP_DEVICE void direct_dispatch_send(const LowLatencyDispatchParameters &p, const DirectDispatchCounts &counts) {
     const Group &group = p.group;
+    const Span half(group, Activity::kSends);
     const uint32_t blocks = device::num_blocks(), block = device::block_index();
     const uint64_t number = counts.sent + 1;
     bool asked = false, ok = false;
@@ -94,8 +95,10 @@ UCCL_EP_DEVICE void direct_dispatch_send(const LowLatencyDispatchParameters &p, 
         asked = true;
         return ok;
     };
+    Span step(group, Activity::kCopies);
     for (uint32_t token = block; token < p.num_tokens; token += blocks)
         direct_write_token(p, windows, token, number, ready);
+    step.end();
     direct_raise(group, counts);
     // By who has waited for the other warps: all of them have read the count.
     if (is_herald() && device::lane() == 0) *Counters::direct(group, DirectDispatch::kSent, block) = number;

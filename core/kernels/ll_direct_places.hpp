@@ -113,6 +113,7 @@ UCCL_EP_DEVICE void direct_own_picks(const LowLatencyDispatchParameters &p, uint
 UCCL_EP_DEVICE bool direct_gather_picks(const LowLatencyDispatchParameters &p, const DirectPlacing &placing, Team team,
                                         uint64_t number) {
     const Group &group = p.group;
+    const Span span(group, Activity::kGathersPicks);
     const uint32_t topk = p.shape.num_topk, of_token = PicksWord::of_token(topk), most = p.shape.max_tokens;
     for (uint32_t item = team.thread(); item < group.num_ranks() * most; item += team.threads()) {
         const uint32_t source = item / most, token = item % most;
@@ -156,6 +157,7 @@ UCCL_EP_DEVICE bool direct_gather_picks(const LowLatencyDispatchParameters &p, c
 UCCL_EP_DEVICE void direct_find_places(const LowLatencyDispatchParameters &p, const DirectPlacing &placing, Team team,
                                        uint32_t token) {
     const Group &group = p.group;
+    const Span span(group, Activity::kPlaces);
     const uint32_t ranks = group.num_ranks(), topk = p.shape.num_topk, local_experts = p.shape.num_experts / ranks;
     const int32_t first_expert = static_cast<int32_t>(group.rank * local_experts);
     const uint64_t rows_per_expert = uint64_t{ranks} * p.shape.max_tokens;
@@ -192,6 +194,7 @@ UCCL_EP_DEVICE void direct_find_places(const LowLatencyDispatchParameters &p, co
 // row waits for it. The warps of `team`.
 UCCL_EP_DEVICE void direct_count_rows(const LowLatencyDispatchParameters &p, const DirectPlacing &placing, Team team) {
     const Group &group = p.group;
+    const Span span(group, Activity::kCounts);
     const uint32_t ranks = group.num_ranks(), local_experts = p.shape.num_experts / ranks;
     const uint32_t blocks = device::num_blocks(), of_source = p.shape.max_tokens * p.shape.num_topk;
     for (uint32_t i = team.size - 1 - team.index;; i += team.size) {

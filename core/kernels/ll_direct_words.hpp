@@ -58,6 +58,7 @@ struct WeightWord {
 template <class Operation, class Word, class Load>
 UCCL_EP_DEVICE bool direct_send_words(const Group &group, const DirectCounts<Operation> &counts, uint32_t tokens,
                                       uint32_t of_token, Load load) {
+    const Span span(group, Activity::kSendsWords);
     const uint64_t number = counts.sent + 1;
     const uint32_t ranks = group.num_ranks(), blocks = device::num_blocks(), block = device::block_index();
     const uint32_t mine = block < tokens ? (tokens - block + blocks - 1) / blocks * of_token : 0;

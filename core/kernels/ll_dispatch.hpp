@@ -8,12 +8,19 @@
 
 namespace uccl_ep {
 
-UCCL_EP_KERNEL(uccl_ep_ll_dispatch_send, LowLatencyDispatchParameters) { ll_dispatch_send(parameters); }
+UCCL_EP_KERNEL(uccl_ep_ll_dispatch_send, LowLatencyDispatchParameters) {
+    const KernelSpan kernel(parameters.group, TracedKernel::kLowLatencyDispatchSend);
+    ll_dispatch_send(parameters);
+}
 
-UCCL_EP_KERNEL(uccl_ep_ll_dispatch_receive, LowLatencyDispatchParameters) { ll_dispatch_receive(parameters); }
+UCCL_EP_KERNEL(uccl_ep_ll_dispatch_receive, LowLatencyDispatchParameters) {
+    const KernelSpan kernel(parameters.group, TracedKernel::kLowLatencyDispatchReceive);
+    ll_dispatch_receive(parameters);
+}
 
 // Both halves at once, for a caller who waits anyhow.
 UCCL_EP_KERNEL(uccl_ep_ll_dispatch, LowLatencyDispatchParameters) {
+    const KernelSpan kernel(parameters.group, TracedKernel::kLowLatencyDispatch);
     ll_dispatch_send(parameters);
     device::sync_block();  // the halves share the block's memory
     ll_dispatch_receive(parameters);

@@ -68,6 +68,7 @@ UCCL_EP_DEVICE const int32_t *ll_count(const LowLatencyDispatchParameters &p, ui
 UCCL_EP_DEVICE bool ll_hand_on_head(const LowLatencyDispatchParameters &p, uint32_t parity, uint32_t source,
                                     uint64_t number, RoomAhead &room) {
     const Group &group = p.group;
+    const Span span(group, Activity::kReadsHeads, device::lane() == 0, source);
     const uint32_t ranks = group.num_ranks(), local_experts = p.shape.num_experts / ranks;
     const uint8_t *message = ll_inbox(group, parity, source);
     const auto *counts = reinterpret_cast<const int32_t *>(message + sizeof(MessageHeader));
@@ -100,6 +101,7 @@ UCCL_EP_DEVICE bool ll_hand_on_head(const LowLatencyDispatchParameters &p, uint3
 UCCL_EP_DEVICE void ll_write_counts(const LowLatencyDispatchParameters &p, const LowLatencyArrivals &arrivals,
                                     uint32_t parity) {
     const Group &group = p.group;
+    const Span span(group, Activity::kCounts);
     const uint32_t ranks = group.num_ranks(), local_experts = p.shape.num_experts / ranks;
     const uint32_t warps = device::warps_per_block(), warp = device::warp_in_block();
     const auto masked = [&](uint32_t rank) { return p.masked != nullptr && p.masked[rank] != 0; };
@@ -287,6 +289,7 @@ UCCL_EP_DEVICE void ll_find_arrivals(const LowLatencyDispatchParameters &p, cons
 // The receive half. The whole grid.
 UCCL_EP_DEVICE void ll_dispatch_receive(const LowLatencyDispatchParameters &p) {
     const Group &group = p.group;
+    const Span half(group, Activity::kReceives);
     const Layout &layout = group.layout;
     const LowLatencyShape &shape = p.shape;
     const uint32_t ranks = group.num_ranks(), block = device::block_index();
@@ -303,6 +306,7 @@ UCCL_EP_DEVICE void ll_dispatch_receive(const LowLatencyDispatchParameters &p) {
                0;
     });
     if (ok) {
+        Span step(group, Activity::kPlaces);
         ll_find_arrivals(p, arrivals, parity);
         uint32_t total = 0;
         for (uint32_t source = 0; source < ranks; ++source) total += arrivals.rows[source];
@@ -315,11 +319,13 @@ UCCL_EP_DEVICE void ll_dispatch_receive(const LowLatencyDispatchParameters &p) {
         uint32_t pieces = total == 0 ? 1 : all_warps / total;
         pieces = pieces > least ? pieces : least;
         pieces = pieces < most ? pieces : most;
+        step.next(Activity::kCopies);
         for (uint32_t item = block * warps + warp; item < total * pieces; item += all_warps) {
             uint32_t row = item / pieces, source = 0;
             while (row >= arrivals.rows[source]) row -= arrivals.rows[source++];
             ll_expand_row(p, arrivals, parity, source, row, item % pieces, pieces);
         }
+        step.end();
         if (block == device::num_blocks() - 1) ll_write_counts(p, arrivals, parity);
     }
     if (ll_credits_travel(group, p.masked)) {

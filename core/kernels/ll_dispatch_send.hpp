@@ -126,6 +126,7 @@ UCCL_EP_DEVICE uint32_t ll_dispatch_writers(const LowLatencyDispatchParameters &
 // The send half. The whole grid.
 UCCL_EP_DEVICE void ll_dispatch_send(const LowLatencyDispatchParameters &p) {
     const Group &group = p.group;
+    const Span half(group, Activity::kSends);
     const Layout &layout = group.layout;
     const uint32_t ranks = group.num_ranks();
     const uint32_t blocks = device::num_blocks(), block = device::block_index();
@@ -146,6 +147,7 @@ UCCL_EP_DEVICE void ll_dispatch_send(const LowLatencyDispatchParameters &p) {
     bool last = false;
     if (block < writers) {
         if (ok) {
+            const Span step(group, Activity::kCopies);
             if (device::warp_in_block() == device::warps_per_block() - 1) ll_place_home(p, placing, number, writers);
             for (uint32_t token = block; token < p.num_tokens; token += blocks) {
                 ll_write_token(p, placing, token / blocks * p.shape.num_topk, token);

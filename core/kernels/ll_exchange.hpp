@@ -95,6 +95,7 @@ struct LowLatencyMessage {
 template <class Op, class Message>
 UCCL_EP_DEVICE void ll_send_all(const Group &group, uint64_t number, const int32_t *masked, Message message) {
     const Layout &layout = group.layout;
+    const Span span(group, Activity::kHandsOver);
     const uint32_t threads = device::warps_per_block() * device::kWarpSize;
     const uint32_t thread = device::warp_in_block() * device::kWarpSize + device::lane();
     for (uint32_t i = thread; i < group.num_ranks() * layout.ll_parts; i += threads) {
@@ -114,6 +115,7 @@ UCCL_EP_DEVICE void ll_send_all(const Group &group, uint64_t number, const int32
 // signals that it raises carry that. A lone writer needs no count and no fence beside that of its push.
 UCCL_EP_DEVICE bool ll_all_written(const Group &group, uint32_t writers, bool ok) {
     constexpr uint64_t kCouldNot = uint64_t{1} << 32;  // added to the count: so a failure needs no look at another word
+    const Span span(group, Activity::kMeetsBlocks);
     device::sync_block();
     if (writers == 1) return ok;
     bool all = true;
@@ -143,6 +145,7 @@ UCCL_EP_DEVICE bool ll_wait_own(const Group &group, SingleCounter counter, uint6
 // Wait until all parts of a message have come, each lane for one; as wait_or_leave_out where `masked` is given. The
 // whole warp gets the answer, and sees what the signals promised.
 UCCL_EP_DEVICE bool ll_wait_message(const Group &group, const Awaited &first, int32_t *masked, LowLatencyHalf half) {
+    const Span span(group, Activity::kWaitsForRows, device::lane() == 0, first.peer);
     const uint32_t parts = ll_parts(group, first.peer);
     bool ok = true;
     if (parts == 1) {
@@ -174,7 +177,10 @@ UCCL_EP_DEVICE bool ll_wait_all(const Group &group, uint64_t number, int32_t *ma
     const Layout &layout = group.layout;
     const uint32_t ranks = group.num_ranks();
     const bool leader = device::warp_in_block() == 0 && device::lane() == 0;
-    if (!looks(group)) return device::sync_block_all(!leader || ll_wait_own(group, Op::kArrived, number));
+    if (!looks(group)) {
+        const Span span(group, Activity::kMeetsBlocks);
+        return device::sync_block_all(!leader || ll_wait_own(group, Op::kArrived, number));
+    }
     bool ok = true;
     for (uint32_t i = device::warp_in_block(); i < ranks; i += device::warps_per_block()) {
         const uint32_t source = (group.rank + i) % ranks;

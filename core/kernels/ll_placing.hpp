@@ -89,6 +89,7 @@ UCCL_EP_DEVICE void ll_walk_chunk(const LowLatencyDispatchParameters &p, const L
 // The whole block. False, on all threads, where any of them says so (`ok`) or an expert gets too many rows.
 UCCL_EP_DEVICE bool ll_place_rows(const LowLatencyDispatchParameters &p, const LowLatencyPlacing &at, uint32_t parity,
                                   bool ok) {
+    const Span span(p.group, Activity::kPlaces);
     const uint32_t warp = device::warp_in_block(), warps = device::warps_per_block();
     const uint32_t threads = warps * device::kWarpSize, thread = warp * device::kWarpSize + device::lane();
     const uint32_t local_experts = p.shape.num_experts / p.group.num_ranks();

@@ -37,6 +37,7 @@ UCCL_EP_DEVICE void ll_tell(const Group &group) {
     uint64_t *told = Counters::at(group, Op::kTold);
     const uint64_t read = ll_done(group, Op::kReceived);
     if (*told >= read) return;
+    const Span span(group, Activity::kGivesBack);
     const uint32_t threads = device::warps_per_block() * device::kWarpSize;
     const uint32_t thread = device::warp_in_block() * device::kWarpSize + device::lane();
     for (uint32_t peer = thread; peer < group.num_ranks(); peer += threads) {
@@ -50,6 +51,7 @@ UCCL_EP_DEVICE void ll_tell(const Group &group) {
 // The same at the end of a receive half, where credits do not travel otherwise. The whole block, the last one.
 template <class Op>
 UCCL_EP_DEVICE void ll_tell_at_once(const Group &group, uint64_t number) {
+    const Span span(group, Activity::kGivesBack);
     const uint32_t threads = device::warps_per_block() * device::kWarpSize;
     for (uint32_t peer = device::warp_in_block() * device::kWarpSize + device::lane(); peer < group.num_ranks();
          peer += threads) {
@@ -62,6 +64,7 @@ UCCL_EP_DEVICE void ll_tell_at_once(const Group &group, uint64_t number) {
 // transport. All words are looked at together, a lane each. The whole grid; false on failure.
 template <class Op>
 UCCL_EP_DEVICE bool ll_wait_room(const Group &group, uint64_t number, int32_t *masked) {
+    const Span span(group, Activity::kWaitsForRoom);
     const Layout &layout = group.layout;
     if (ll_credits_travel(group, masked) && looks(group)) ll_tell<Op>(group);
     // After an earlier failure, what the kernels before should have left is not there.

@@ -22,6 +22,7 @@ UCCL_EP_DEVICE void count_rows(const NotifyParameters &p, uint32_t first_rank, u
 
 UCCL_EP_DEVICE bool notify_send(const NotifyParameters &p, uint32_t destination) {
     const Group &group = p.group;
+    const Span role(group, Activity::kSends, device::lane() == 0, destination);
     const uint32_t channels = group.layout.num_channels;
     const uint32_t local_experts = p.shape.num_experts / group.num_ranks();
     StreamSender sender(group, direct_to(group, destination, 0), Phase::kNotify);
@@ -52,6 +53,7 @@ UCCL_EP_DEVICE bool notify_send(const NotifyParameters &p, uint32_t destination)
 
 UCCL_EP_DEVICE bool notify_receive(const NotifyParameters &p, uint32_t source, int32_t *expert_rows) {
     const Group &group = p.group;
+    const Span role(group, Activity::kReceives, device::lane() == 0, source);
     const uint32_t channels = group.layout.num_channels;
     const uint32_t local_experts = p.shape.num_experts / group.num_ranks();
     StreamReceiver receiver(group, direct_from(group, source, 0), Phase::kNotify);
@@ -99,6 +101,8 @@ UCCL_EP_KERNEL(uccl_ep_notify, NotifyParameters) {
     const uint32_t ranks = group.num_ranks();
     const uint32_t per_domain = group.layout.ranks_per_domain;
     const uint32_t local_experts = p.shape.num_experts / ranks;
+    const KernelSpan kernel(group, TracedKernel::kNotify);
+    Span step(group, Activity::kCounts);
     // Counting is the work: a warp a destination.
     for (uint32_t rank = device::warp_in_block(); rank < ranks; rank += device::warps_per_block()) {
         count_rows(p, rank, 1, p.send_rows + rank * channels);
@@ -120,6 +124,7 @@ UCCL_EP_KERNEL(uccl_ep_notify, NotifyParameters) {
             p.receive_rows[group.rank * channels + c] = p.send_rows[group.rank * channels + c];
         }
     }
+    step.end();
     bool ok = true;
     for (uint32_t i = 1; i < ranks && ok; ++i) ok = notify_send(p, (group.rank + i) % ranks);
     for (uint32_t i = 1; i < ranks && ok; ++i) ok = notify_receive(p, (group.rank + i) % ranks, p.expert_rows);

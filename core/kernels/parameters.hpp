@@ -50,6 +50,25 @@ struct KernelStatus {
     uint64_t detail[4];  // of a mismatch: what was found, what was expected
 };
 
+// What a warp did for a while, see spans.hpp.
+struct SpanRecord {
+    uint64_t start_ns, end_ns;  // by device::now_ns()
+    uint32_t activity;          // Activity
+    uint32_t detail;            // the rank at the other end, or kNobody; of a whole kernel its TracedKernel
+    uint32_t warps;             // of the whole launch that have a track
+    uint32_t reserved;
+};
+
+// Where a traced kernel records spans. Each warp of each block has a track: a ring of records, which keeps the newest.
+struct SpanTable {
+    uint32_t *counts;     // [tracks] spans recorded, ever, modulo 2^32; null: none are
+    SpanRecord *records;  // [capacity][tracks], so that the first rounds of all rings lie together
+    uint32_t warps;       // tracks of a block
+    uint32_t tracks;
+    uint32_t capacity;    // of a ring, a power of two
+    uint32_t reserved;
+};
+
 // The group as kernels see it, the same for every kernel of a communicator.
 struct Group {
     Layout layout;
@@ -65,6 +84,7 @@ struct Group {
     KernelStatus *status;
     uint64_t operation;             // sequence number of this call, for diagnosis and mismatch detection
     uint8_t *own_messages;          // device memory [2 parities][ll_dispatch_bytes], or null: see ll_own_message
+    SpanTable spans;                // kernels that are not traced leave it alone
 
     UCCL_EP_DEVICE uint32_t num_ranks() const { return layout.num_ranks; }
     UCCL_EP_DEVICE uint32_t domain() const { return rank / layout.ranks_per_domain; }
@@ -281,6 +301,21 @@ struct LowLatencyCombineParameters {
 
 struct BarrierParameters {
     Group group;
+};
+
+// A look at both clocks: the host's reading was taken between the two of the device.
+struct ClockSample {
+    uint64_t before_ns, host_ns, after_ns;
+};
+
+// Compare the device's clock with the host's; all in host memory.
+struct ClockParameters {
+    uint64_t *question;      // round that the device is at, from 1
+    const uint64_t *answer;  // the host's clock in ns when it saw the question; grows from round to round
+    ClockSample *samples;    // out [rounds]; left as they are where the host did not answer in time
+    uint64_t timeout_ns;     // of a round
+    uint32_t rounds;
+    uint32_t reserved;
 };
 
 }  // namespace uccl_ep

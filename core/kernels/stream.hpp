@@ -206,6 +206,7 @@ class StreamSender {
         const uint64_t slot = sent_ % layout.num_slots, offset = slot * layout.slot_bytes;
         const bool local = group_.is_local(place_.peer);
         if (!local || sent_ >= layout.num_slots) {
+            const Span span(group_, Activity::kWaitsForRoom, team_.leads(), place_.peer);
             bool ok = true;
             if (team_.leads()) {
                 if (sent_ >= layout.num_slots) {
@@ -225,6 +226,7 @@ class StreamSender {
 
     // Hand over the first `bytes` bytes of the slot. Called by the whole team.
     UCCL_EP_DEVICE bool commit(uint64_t bytes) {
+        const Span span(group_, Activity::kHandsOver, team_.leads(), place_.peer);
         team_.sync();
         ++sent_;
         const bool local = group_.is_local(place_.peer);
@@ -247,6 +249,7 @@ class StreamSender {
 
     // Keep the count for the next operation. Called by the whole team, also after a failure.
     UCCL_EP_DEVICE void finish() {
+        const Span span(group_, Activity::kWaitsUntilSent, team_.leads(), place_.peer);
         if (team_.leads()) {
             *place_.counter = sent_;
             // The next operation starts with no tickets: what this one pushed must have left the outbox.
@@ -313,6 +316,7 @@ class StreamReceiver {
     // rows they are; where this rank itself hands them on, that one is at fault when they do not come.
     // Called by the whole team.
     UCCL_EP_DEVICE const uint8_t *acquire(OperationKind kind, const RowFormat &rows, uint32_t source) {
+        const Span span(group_, Activity::kWaitsForRows, team_.leads(), place_.peer);
         bool ok = true;
         if (team_.leads()) {
             const uint32_t awaited = place_.peer == group_.rank ? source : place_.peer;
@@ -328,6 +332,7 @@ class StreamReceiver {
 
     // Give the slot back to the sender. Called by the whole team.
     UCCL_EP_DEVICE bool release() {
+        const Span span(group_, Activity::kGivesBack, team_.leads(), place_.peer);
         team_.sync();
         ++received_;
         bool ok = true;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "counters.hpp"
+#include "spans.hpp"
 
 namespace uccl_ep {
 
@@ -216,6 +217,7 @@ UCCL_EP_DEVICE bool wait_signal_warp(const Group &group, const Awaited &awaited)
 // A barrier of all threads of all blocks of this launch, which must all be running at once.
 // False on every thread of a block that saw a failure.
 UCCL_EP_DEVICE bool sync_grid(const Group &group) {
+    const Span span(group, Activity::kMeetsBlocks);
     device::sync_block();
     const bool leader = device::warp_in_block() == 0 && device::lane() == 0;
     if (device::num_blocks() > 1 && leader) {
@@ -237,6 +239,7 @@ UCCL_EP_DEVICE bool sync_grid(const Group &group) {
 // Called once by every block when it has done its part: true, on all threads, for the last one, which then sees what
 // all others wrote; a signal that it raises carries that to whoever waits.
 UCCL_EP_DEVICE bool last_block(const Group &group) {
+    const Span span(group, Activity::kMeetsBlocks);
     device::sync_block();
     bool last = true;
     if (device::warp_in_block() == 0 && device::lane() == 0) {

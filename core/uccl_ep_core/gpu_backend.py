@@ -125,6 +125,17 @@ class GpuBackend(abc.ABC):
     def copy_to_device(self, window: Window, data: bytes, offset: int = 0) -> None:
         """Write bytes into a window of `allocate_device_memory`; done when it returns."""
 
+    def copy_from_device(self, window: Window, nbytes: int, offset: int = 0) -> bytes:
+        """Read bytes of a window of `allocate_device_memory` that no running kernel writes. Needed where
+        `traces_kernels`."""
+        raise NotImplementedError
+
+    @property
+    def traces_kernels(self) -> bool:
+        """Whether launched kernels record spans where they are given a table for them (``Group.spans``): they are compiled
+        from ``traced_kernels.hpp``, not ``kernels.hpp``. Asked for by the option ``trace_kernels`` of `open`."""
+        return False
+
     @abc.abstractmethod
     def export_window(self, window: Window) -> bytes:
         """A handle with which a process of this host may import the window."""

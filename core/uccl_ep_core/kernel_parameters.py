@@ -87,6 +87,28 @@ class KernelStatus(ctypes.Structure):
     _fields_ = [("failed", c_uint64), ("ready", c_uint64), ("verdict", VerdictStruct), ("detail", c_uint64 * 4)]
 
 
+class SpanRecord(ctypes.Structure):
+    _fields_ = [
+        ("start_ns", c_uint64),
+        ("end_ns", c_uint64),
+        ("activity", c_uint32),
+        ("detail", c_uint32),
+        ("warps", c_uint32),
+        ("reserved", c_uint32),
+    ]
+
+
+class SpanTable(ctypes.Structure):
+    _fields_ = [
+        ("counts", c_void_p),
+        ("records", c_void_p),
+        ("warps", c_uint32),
+        ("tracks", c_uint32),
+        ("capacity", c_uint32),
+        ("reserved", c_uint32),
+    ]
+
+
 class Group(ctypes.Structure):
     _fields_ = [
         ("layout", LayoutStruct),
@@ -102,6 +124,7 @@ class Group(ctypes.Structure):
         ("status", c_void_p),
         ("operation", c_uint64),
         ("own_messages", c_void_p),
+        ("spans", SpanTable),
     ]
 
 
@@ -310,3 +333,18 @@ class LowLatencyCombineParameters(ctypes.Structure):
 
 class BarrierParameters(ctypes.Structure):
     _fields_ = [("group", Group)]
+
+
+class ClockSample(ctypes.Structure):
+    _fields_ = [("before_ns", c_uint64), ("host_ns", c_uint64), ("after_ns", c_uint64)]
+
+
+class ClockParameters(ctypes.Structure):
+    _fields_ = [
+        ("question", c_void_p),
+        ("answer", c_void_p),
+        ("samples", c_void_p),
+        ("timeout_ns", c_uint64),
+        ("rounds", c_uint32),
+        ("reserved", c_uint32),
+    ]

@@ -161,6 +161,12 @@ class General:
     pin_proxies: bool = _option(False, "bind each proxy thread to one core")
     log_level: str = _option("warning", "least level that is logged", choices=("debug", "info", "warning", "error"))
     trace: str = _option("", "file for a trace of all commands; empty: none")
+    trace_kernels: bool = _option(
+        False, "kernels record what they do and when, for the trace and for Buffer.profile(); on GPUs in a build of its own"
+    )
+    trace_kernel_spans: int = _option(
+        2048, "spans that each warp of a traced kernel keeps, the newest, a power of two", minimum=16, maximum=1 << 20
+    )
     cache_dir: str = _option("", "folder for compiled kernels; empty: uccl_ep in the user's cache folder")
 
     def __post_init__(self) -> None:
@@ -170,10 +176,14 @@ class General:
             rounded = self.slot_bytes // 64 * 64
             raise ConfigurationError(f"general.slot_bytes = {self.slot_bytes}: must be a multiple of 64, use {rounded}")
         if self.ring_capacity & (self.ring_capacity - 1):
-            lower = 1 << (self.ring_capacity.bit_length() - 1)
-            raise ConfigurationError(
-                f"general.ring_capacity = {self.ring_capacity}: must be a power of two, use {lower} or {2 * lower}"
-            )
+            raise _no_power_of_two("ring_capacity", self.ring_capacity)
+        if self.trace_kernel_spans & (self.trace_kernel_spans - 1):
+            raise _no_power_of_two("trace_kernel_spans", self.trace_kernel_spans)
+
+
+def _no_power_of_two(name: str, value: int) -> ConfigurationError:
+    lower = 1 << (value.bit_length() - 1)
+    return ConfigurationError(f"general.{name} = {value}: must be a power of two, use {lower} or {2 * lower}")
 
 
 GENERAL_OPTIONS: dict[str, Option] = {field.name: field.metadata["option"] for field in dataclasses.fields(General)}
@@ -187,6 +197,7 @@ SHARED_TRANSPORT_OPTIONS: dict[str, Option] = {
 
 SHARED_BACKEND_OPTIONS: dict[str, Option] = {
     "cache_dir": GENERAL_OPTIONS["cache_dir"],
+    "trace_kernels": GENERAL_OPTIONS["trace_kernels"],
     "device": Option("", "device by name; empty: that of the tensors"),
 }
-"""Likewise for GPU backends; the first defaults to the general value."""
+"""Likewise for GPU backends; the first two default to the general value."""

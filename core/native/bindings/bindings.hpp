@@ -15,6 +15,7 @@ void bind_engine(pybind11::module_ &module);
 void bind_python_ops(pybind11::module_ &module);
 void bind_benchmarks(pybind11::module_ &module);
 void bind_kernels(pybind11::module_ &module);
+void bind_tracing(pybind11::module_ &module);
 
 // Throws std::invalid_argument, naming what would do.
 PlanKind plan_kind(const std::string &name);

@@ -8,4 +8,5 @@ PYBIND11_MODULE(_native, module) {
     uccl_ep::bind_python_ops(module);
     uccl_ep::bind_benchmarks(module);
     uccl_ep::bind_kernels(module);
+    uccl_ep::bind_tracing(module);
 }

@@ -172,7 +172,8 @@ bool Engine::stop(double timeout_s) {
         for (const auto &proxy : proxies_) {
             recorders.push_back(proxy->recorder());
         }
-        trace_error_ = write_trace(trace_path(shared_->options.trace_path, shared_->rank), shared_->rank, recorders);
+        trace_error_ =
+            write_trace(trace_path(shared_->options.trace_path, shared_->rank), shared_->rank, recorders, kernels_);
     }
     if (!ended) {
         stop_error_ = "a proxy did not end in time";

@@ -23,6 +23,8 @@ class Engine {
     // Send what was pushed, say goodbye, end the threads. False: they did not end within the limit (a
     // transport that blocks, against its contract); they are left behind and own what they use.
     bool stop(double timeout_s);
+    // What kernels did, for the trace that stop() writes.
+    void add_to_trace(KernelEvents kernels) { kernels_ = std::move(kernels); }
     bool running() const;
     std::string error() const;
     // After stop() said false: which proxy stayed, and where.
@@ -45,6 +47,7 @@ class Engine {
     std::vector<std::thread> threads_;
     std::string stop_error_;
     std::string trace_error_;
+    KernelEvents kernels_;
 };
 
 // Check what every rank must have right, and size what the proxies share.

@@ -40,6 +40,14 @@ class Writer {
                      phase, ring, ticket, what, rank_, thread, microseconds(time_ns), ring, ticket, peer, bytes);
     }
 
+    void events(const std::string &json) {
+        if (json.empty()) {
+            return;
+        }
+        begin();
+        std::fputs(json.c_str(), file_);
+    }
+
     void instant(const char *what, uint64_t time_ns, uint32_t thread, uint32_t signal, uint64_t value, uint32_t peer) {
         begin();
         std::fprintf(file_,
@@ -113,7 +121,8 @@ std::string trace_path(const std::string &path, uint32_t rank) {
     return path.substr(0, dot) + number + path.substr(dot);
 }
 
-std::string write_trace(const std::string &path, uint32_t rank, const std::vector<const TraceRecorder *> &recorders) {
+std::string write_trace(const std::string &path, uint32_t rank, const std::vector<const TraceRecorder *> &recorders,
+                        const KernelEvents &kernels) {
     const std::unique_ptr<FILE, int (*)(FILE *)> file(std::fopen(path.c_str(), "w"), std::fclose);
     if (file == nullptr) {
         return "cannot write the trace " + path + ": " + std::strerror(errno);
@@ -125,7 +134,11 @@ std::string write_trace(const std::string &path, uint32_t rank, const std::vecto
         write_recorder(writer, i, *recorders[i]);
         dropped += recorders[i]->dropped();
     }
-    std::fprintf(file.get(), "\n],\"otherData\":{\"rank\":%u,\"dropped_events\":%" PRIu64 "}}\n", rank, dropped);
+    writer.events(kernels.json);
+    std::fprintf(file.get(),
+                 "\n],\"otherData\":{\"rank\":%u,\"dropped_events\":%" PRIu64 ",\"lost_kernel_spans\":%" PRIu64
+                 ",\"kernel_clock_error_ns\":%" PRIu64 "}}\n",
+                 rank, dropped, kernels.lost, kernels.clock_error_ns);
     return std::ferror(file.get()) != 0 ? "the trace " + path + " could not be written in full" : "";
 }
 

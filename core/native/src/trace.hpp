@@ -1,5 +1,5 @@
-// The life of commands as a trace that Perfetto and chrome://tracing open. One recorder per proxy, no
-// locks; off (the usual case) it is a null pointer and one branch per event.
+// The life of commands as a trace that Perfetto and chrome://tracing open, and beside it what kernels did, where they were
+// asked to record it. One recorder per proxy, no locks; off (the usual case) it is a null pointer and one branch per event.
 #pragma once
 
 #include <cstdint>
@@ -57,10 +57,18 @@ class TraceRecorder {
     uint64_t dropped_ = 0;
 };
 
+// What kernels add to the file of their rank (uccl_ep/tracing/perfetto.py writes it).
+struct KernelEvents {
+    std::string json;  // events of the trace event format, with commas between them
+    uint64_t lost = 0;  // spans that were recorded, and written over before they were read
+    uint64_t clock_error_ns = 0;  // by which the times of kernels may be off, against those of proxies
+};
+
 // `trace.json` becomes `trace.3.json` for rank 3: ranks of several hosts cannot share a file.
 std::string trace_path(const std::string &path, uint32_t rank);
 
-// Write the recorders of all proxies. Returns an error in words, or "".
-std::string write_trace(const std::string &path, uint32_t rank, const std::vector<const TraceRecorder *> &recorders);
+// Write the recorders of all proxies, and what kernels add. Returns an error in words, or "".
+std::string write_trace(const std::string &path, uint32_t rank, const std::vector<const TraceRecorder *> &recorders,
+                        const KernelEvents &kernels = {});
 
 }  // namespace uccl_ep

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _SHARED_ALIGNMENT = 128  # bytes; the staging behind a kernel's own shared memory starts aligned
+_TRACED_BYTES = 128  # of a block, for the word of each warp in which a traced kernel counts (`span_count`)
 
 
 class RuntimeBackend(VendorDevices, GpuBackend, abc.ABC):
@@ -43,6 +44,7 @@ class RuntimeBackend(VendorDevices, GpuBackend, abc.ABC):
         torch_device: where tensors and the current stream come from.
         make_kernels: loads all kernels for this device; its context is current.
         max_blocks: blocks of a launch that wait for each other; 0: one a multiprocessor.
+        traced: the kernels are of the build that records spans.
     """
 
     BLOCK_TEAMS: ClassVar[int] = 1
@@ -63,6 +65,7 @@ class RuntimeBackend(VendorDevices, GpuBackend, abc.ABC):
             cls.torch_device_of(ordinal),
             lambda driver, facts: cls.make_kernels(driver, facts, settings),
             settings["max_blocks"],
+            bool(settings.get("trace_kernels", False)),
         )
 
     def __init__(
@@ -72,8 +75,10 @@ class RuntimeBackend(VendorDevices, GpuBackend, abc.ABC):
         torch_device: TorchDevice,
         make_kernels: Callable[[Driver, DeviceFacts], KernelTable],
         max_blocks: int = 0,
+        traced: bool = False,
     ) -> None:
         self._driver = driver
+        self._traced = traced
         self._torch = torch_device
         self._closed = False
         self._live: set[RuntimeWindow] = set()
@@ -112,6 +117,8 @@ class RuntimeBackend(VendorDevices, GpuBackend, abc.ABC):
     def limits(self) -> KernelLimits:
         warps = self.facts.max_threads_per_block // self.facts.warp_size
         shared_bytes = self.facts.max_shared_bytes - self.facts.staging_bytes
+        if self._traced:
+            shared_bytes -= _TRACED_BYTES
         return KernelLimits(self._max_blocks, warps, self.facts.warp_size, shared_bytes, self.BLOCK_TEAMS)
 
     def describe(self) -> Mapping[str, Any]:
@@ -218,6 +225,19 @@ class RuntimeBackend(VendorDevices, GpuBackend, abc.ABC):
         undo = [on_device(driver, ordinal, driver.release_import, pointer)]
         memory = Memory(pointer, wanted.nbytes, device=memory.device)
         return self._keep(RuntimeWindow(memory, pointer, undo))
+
+    def copy_from_device(self, window: Window, nbytes: int, offset: int = 0) -> bytes:
+        self._check_open()
+        if offset < 0 or offset + nbytes > window.memory.nbytes:
+            raise ArgumentError(f"bytes [{offset}, {offset + nbytes}) do not fit {window.memory.nbytes}")
+        target = (ctypes.c_char * max(nbytes, 1))()
+        with self._driver.active(self.ordinal):
+            self._driver.copy_to_host(ctypes.addressof(target), window.device_pointer + offset, nbytes)
+        return target.raw[:nbytes]
+
+    @property
+    def traces_kernels(self) -> bool:
+        return self._traced
 
     def _check_reach(self, unique_id: str) -> int | None:
         """The ordinal of the device that holds a window, or None where this process does not see it."""

@@ -56,7 +56,8 @@ class OfflineCompiler(abc.ABC):
         """Why it cannot run here, with the remedy; "" where it can."""
 
     @abc.abstractmethod
-    def units(self) -> Sequence[Unit]: ...
+    def units(self, traced: bool = False) -> Sequence[Unit]:
+        """What is compiled; ``traced``: instead, the kernels that record what they do."""
 
     @abc.abstractmethod
     def compile(self, unit: Unit, architecture: str) -> OfflineBuild:

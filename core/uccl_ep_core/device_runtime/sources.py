@@ -16,6 +16,8 @@ from pathlib import Path
 from .. import files
 
 ENTRY = "kernels.hpp"
+TRACED_ENTRY = "traced_kernels.hpp"
+"""The same kernels, which record what they do and when (core/kernels/spans.hpp)."""
 _KERNEL = re.compile(r"^UCCL_EP_KERNEL\(\s*(\w+)\s*,", re.MULTILINE)
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
@@ -73,9 +75,9 @@ class SourceTree:
         native = installed if installed.is_dir() else package.parent / "native"
         return cls(files.kernels_directory(), files.include_directory(), native)
 
-    def units(self) -> list[Unit]:
+    def units(self, traced: bool = False) -> list[Unit]:
         """What to compile: one file, which includes all kernels behind the backend's primitives."""
-        path = self.kernels / ENTRY
+        path = self.kernels / (TRACED_ENTRY if traced else ENTRY)
         text = path.read_text()
         headers = self._headers_of(path.name, text)
         names = [name for content in (text, *headers.values()) for name in _KERNEL.findall(content)]

@@ -208,6 +208,18 @@ UCCL_EP_DEVICE uint64_t now_ns() {
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
     return now;
 }
+#ifdef UCCL_EP_TRACE_KERNELS
+UCCL_EP_DEVICE uint64_t stamp_ns() {
+    uint64_t now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+    return now;
+}
+// core/uccl_ep_core/device_runtime/backend.py leaves room for it.
+UCCL_EP_DEVICE uint32_t &span_count() {
+    __shared__ uint32_t counts[UCCL_EP_MAX_THREADS / kWarpSize];
+    return counts[warp_in_block()];
+}
+#endif
 UCCL_EP_DEVICE void relax() { asm volatile("nanosleep.u32 16;"); }
 UCCL_EP_DEVICE void wait_ended() {}
 // Whether the process that launched the kernel wants it to end; a GPU's kernels are ended by a verdict instead.

@@ -64,7 +64,8 @@ class CudaBackend(RuntimeBackend):
             cache=CompileCache(Path(directory) if directory else None),
             timeout_s=options["compile_timeout_s"],
         )
-        return KernelTable(driver, facts, source_tree().units(), images)
+        units = source_tree().units(traced=bool(options.get("trace_kernels", False)))
+        return KernelTable(driver, facts, units, images)
 
     @classmethod
     def torch_device_of(cls, ordinal: int) -> TorchDevice:

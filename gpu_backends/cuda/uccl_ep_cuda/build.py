@@ -77,8 +77,8 @@ class CudaOffline(OfflineCompiler):
             return ""
         return f"neither NVRTC nor nvcc was found; {nvrtc.REMEDY}"
 
-    def units(self) -> Sequence[Unit]:
-        return source_tree().units()
+    def units(self, traced: bool = False) -> Sequence[Unit]:
+        return source_tree().units(traced)
 
     def compile(self, unit: Unit, architecture: str) -> OfflineBuild:
         compiler, nvcc = nvrtc.find_nvrtc(), nvrtc.find_nvcc()

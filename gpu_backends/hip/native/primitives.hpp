@@ -195,6 +195,18 @@ UCCL_EP_DEVICE void store_command(uint64_t *slot, const uint64_t *words) {
 // ---- waiting ----
 // The steady counter runs at 100 MHz on all these devices.
 UCCL_EP_DEVICE uint64_t now_ns() { return __builtin_readsteadycounter() * 10; }
+#ifdef UCCL_EP_TRACE_KERNELS
+UCCL_EP_DEVICE uint64_t stamp_ns() {
+    __builtin_amdgcn_fence(__ATOMIC_SEQ_CST, "singlethread");  // for the compiler alone
+    const uint64_t now = now_ns();
+    __builtin_amdgcn_fence(__ATOMIC_SEQ_CST, "singlethread");
+    return now;
+}
+UCCL_EP_DEVICE uint32_t &span_count() {
+    static UCCL_EP_HIP_SHARED uint32_t counts[UCCL_EP_MAX_THREADS / 32];
+    return counts[warp_in_block()];
+}
+#endif
 UCCL_EP_DEVICE void relax() { __builtin_amdgcn_s_sleep(1); }  // 64 cycles
 UCCL_EP_DEVICE void wait_ended() {}
 // Whether the process that launched the kernel wants it to end; a GPU's kernels are ended by a verdict instead.

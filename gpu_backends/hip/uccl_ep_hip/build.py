@@ -42,8 +42,8 @@ class HipOffline(OfflineCompiler):
     def unavailable_because(self) -> str:
         return f"clang is not there as a Python package; {toolchain.REMEDY}" if toolchain.pip_clang_missing() else ""
 
-    def units(self) -> Sequence[Unit]:
-        return source_tree().units()
+    def units(self, traced: bool = False) -> Sequence[Unit]:
+        return source_tree().units(traced)
 
     def compile(self, unit: Unit, architecture: str) -> OfflineBuild:
         compiled = toolchain.compile_with_clang(unit, architecture)

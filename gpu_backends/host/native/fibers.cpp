@@ -100,6 +100,7 @@ void Block::take_shape(uint32_t num_blocks, uint32_t num_warps, size_t shared_by
     warp_barriers_.resize(num_warps);
     team_barriers_.resize(num_warps);
     exchange_.resize(num_fibers_);
+    span_counts_.resize(num_warps);
     // Exactly as much as asked for, so that AddressSanitizer sees a kernel that writes past it.
     if (shared_bytes_ != shared_bytes || !shared_) shared_.reset(new std::byte[shared_bytes + 64]);
     shared_bytes_ = shared_bytes;

@@ -78,6 +78,9 @@ class Block {
     bool sync_block_all(bool predicate);
     void sync_block_for(bool waits);
 
+    // A word of this warp's own, see the primitives.
+    uint32_t &span_count() { return span_counts_[warp()]; }
+
     // 64 bits per lane, for exchanges inside a warp (each lane writes its own, then sync_warp).
     uint64_t &exchange(uint32_t lane) { return exchange_[warp() * num_lanes_ + lane]; }
 
@@ -121,6 +124,7 @@ class Block {
     Barrier block_barrier_;
     Barrier block_for_barrier_;
     std::vector<uint64_t> exchange_;
+    std::vector<uint32_t> span_counts_;
     std::unique_ptr<Fiber> scheduler_;
     const void *scheduler_bottom_ = nullptr;  // AddressSanitizer only
     size_t scheduler_bytes_ = 0;

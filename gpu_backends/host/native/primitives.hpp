@@ -176,6 +176,15 @@ inline uint64_t now_ns() {
     clock_gettime(CLOCK_MONOTONIC, &now);
     return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
 }
+// The same for spans of a traced kernel (core/kernels/spans.hpp): no access to memory moves across it.
+inline uint64_t stamp_ns() {
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+    const uint64_t now = now_ns();
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+    return now;
+}
+// How many spans this warp has recorded: a word of its own, which lasts as long as the launch. Traced kernels only.
+inline uint32_t &span_count() { return host::Block::current().span_count(); }
 // Called by a waiting thread between polls, and when its wait has ended.
 inline void relax() { host::Block::current().yield(); }
 inline void wait_ended() { host::Block::current().progress(); }

@@ -144,6 +144,15 @@ class HostBackend(GpuBackend):
             raise ValueError(f"bytes [{offset}, {offset + len(data)}) do not fit {window.memory.nbytes}")
         ctypes.memmove(window.memory.pointer + offset, data, len(data))
 
+    def copy_from_device(self, window: Window, nbytes: int, offset: int = 0) -> bytes:
+        if offset < 0 or offset + nbytes > window.memory.nbytes:
+            raise ValueError(f"bytes [{offset}, {offset + nbytes}) do not fit {window.memory.nbytes}")
+        return ctypes.string_at(window.memory.pointer + offset, nbytes)
+
+    @property
+    def traces_kernels(self) -> bool:
+        return True
+
     def export_window(self, window: Window) -> bytes:
         assert window.memory.share_handle is not None, "only windows are exported"
         return window.memory.share_handle
