@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -84,3 +85,26 @@ def test_numbers_that_both_sides_name() -> None:
     own = {"kExpertRows": failures.EXPERT_ROWS, "kExpertIndex": failures.EXPERT_INDEX}
     assert set(differences.values()) == {*failures.DIFFERENCES, *own.values()}
     assert {name: differences[name] for name in own} == own
+
+
+def test_spans_of_kernels_are_named() -> None:
+    """By the names of the enumerations, in words, and each kernel by that under which it is launched."""
+    from uccl_ep.tracing import names
+
+    def words(name: str) -> str:
+        return " ".join(re.findall("[A-Z][a-z]+", name)).lower()
+
+    spans = "core/kernels/spans.hpp"
+    activities = enumeration(spans, "Activity")
+    assert tuple(map(words, activities)) == names.ACTIVITIES
+    assert list(activities.values()) == list(range(len(activities)))
+    kernels = enumeration(spans, "TracedKernel")
+    assert list(kernels.values()) == list(range(len(kernels)))
+    sources = [path.read_text() for path in (ROOT / "core/kernels").glob("*.hpp")]
+    for name, mine in zip(kernels, names.KERNELS, strict=True):
+        launched = words(name).replace("low latency", "ll").replace("direct", "ll direct").replace(" ", "_")
+        assert launched == mine
+        body = f"UCCL_EP_KERNEL(uccl_ep_{mine}, "
+        (source,) = (text for text in sources if body in text)
+        # Its own number is in it, not that of the kernel beside it.
+        assert f"TracedKernel::{name})" in source[source.index(body) :].split("\n}\n")[0]

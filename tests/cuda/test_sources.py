@@ -71,14 +71,28 @@ def test_no_vendor_header_is_included(backend: str) -> None:
 
 @pytest.mark.parametrize("package", ["uccl_ep_cuda", "uccl_ep_hip"])
 def test_units_hold_all_kernels_and_headers(package: str) -> None:
-    (unit,) = offline_compiler(package).units()
+    (unit,), (traced,) = offline_compiler(package).units(), offline_compiler(package).units(traced=True)
     declared_kernels = {
         name for path in ALGORITHMS for name in re.findall(r"^UCCL_EP_KERNEL\((\w+)", path.read_text(), re.M)
     }
-    assert set(unit.kernels) == declared_kernels
-    assert "primitives.hpp" in unit.headers
-    included = {name for text in unit.headers.values() for name in re.findall(r'#include "([^"]+)"', text)}
-    assert included <= set(unit.headers)
+    assert set(traced.kernels) == declared_kernels
+    assert set(unit.kernels) == declared_kernels - {"uccl_ep_clock"}  # of use to a trace alone
+    for one in (unit, traced):
+        assert "primitives.hpp" in one.headers
+        included = {name for text in one.headers.values() for name in re.findall(r'#include "([^"]+)"', text)}
+        assert included <= set(one.headers)
+
+
+@pytest.mark.parametrize("package", ["uccl_ep_cuda", "uccl_ep_hip"])
+def test_only_the_traced_build_records_spans(package: str) -> None:
+    """What the compiler is given differs by a macro, which comes before all else; and so does the name in caches."""
+    (unit,), (traced,) = offline_compiler(package).units(), offline_compiler(package).units(traced=True)
+    lines = [line for line in traced.source.splitlines() if line.startswith("#")]
+    assert lines[:3] == ["#pragma once", "#define UCCL_EP_TRACE_KERNELS", '#include "kernels.hpp"']
+    for text in (unit.source, *unit.headers.values()):
+        assert "define UCCL_EP_TRACE_KERNELS" not in text
+    assert traced.headers["kernels.hpp"] == unit.source
+    assert (traced.name, unit.name) == ("traced_kernels", "kernels") and traced.digest != unit.digest
 
 
 def test_figures_of_threads_and_staging_agree() -> None:
@@ -137,8 +151,8 @@ class InventedCompiler(OfflineCompiler):
     def unavailable_because(self) -> str:
         return ""
 
-    def units(self) -> list[Unit]:
-        return [Unit("unit", "source", {}, ("kernel",))]
+    def units(self, traced: bool = False) -> list[Unit]:
+        return [Unit("traced unit" if traced else "unit", "source", {}, ("kernel",))]
 
     def compile(self, unit: Unit, architecture: str) -> OfflineBuild:
         return OfflineBuild(b"code", {"kernel": self.figures})
@@ -161,6 +175,9 @@ def test_make_kernels_fails_where_a_figure_grew(
         assert kernels_compile.main([]) == 1
         assert words in capsys.readouterr().err
     assert kernels_compile.main(["--update"]) == 1, "spills are in no table"
+    capsys.readouterr()
+    assert kernels_compile.main(["--traced"]) == 0, "traced kernels may spill"
+    assert "traced unit" in capsys.readouterr().out
 
 
 def test_tables_cover_all_architectures() -> None:

@@ -42,6 +42,9 @@ def windows_of(parameters: ctypes.Structure) -> Iterator[tuple[str, int, int]]:
         return
     for name in ("data", "control", "peer_data", "peer_control", "counters", "status"):
         yield name, getattr(group, name) or 0, 8
+    if group.spans.counts:
+        yield "spans.counts", group.spans.counts, 4 * group.spans.tracks
+        yield "spans.records", group.spans.records, 32 * group.spans.tracks * group.spans.capacity
     if group.num_rings != 0:
         yield "rings", group.rings or 0, 8
     for name in ("peer_data", "peer_control"):

@@ -26,6 +26,7 @@ from uccl_ep_core.argument_types import at_least
 from uccl_ep_core.errors import ArgumentError
 
 from ..plain_text import plain
+from . import profile
 from .records import Record, add_output_options, put_out
 from .spawn import run_ranks, under_torchrun
 from .workload import Case
@@ -199,7 +200,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--skewed", action="store_true", help="every fourth token picks the same expert")
     add_output_options(parser, "times")
+    profile.add_option(parser)
     given = parser.parse_args(arguments)
+    profile.refuse_under_torchrun(parser, given)
     device = device_of(parser, given.device)
     from uccl_ep.tensors import check_experts
 
@@ -246,6 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if int(os.environ.get("RANK", "0")) != 0:
         return 0
     put_out(given, found, "uccl_ep against gloo all_to_all_single and memcpy")
+    profile.put_out(given, cases, ranks, options_of(given), device)
     return 0
 
 
@@ -270,6 +274,12 @@ def ranks_of(given: argparse.Namespace, device: str) -> int:
     return given.ranks or 4
 
 
+def options_of(given: argparse.Namespace) -> dict[str, int]:
+    """Of our buffer, as the command line limits it."""
+    limits = {"domain_size": given.domain_size, "num_sms": given.num_sms}
+    return {name: value for name, value in limits.items() if value}
+
+
 def _on_gpus(given: argparse.Namespace, cases: Sequence[Case], ranks: int) -> int:
     from . import gpu
 
@@ -286,6 +296,7 @@ def _on_gpus(given: argparse.Namespace, cases: Sequence[Case], ranks: int) -> in
         on_event=on_event,
     )
     put_out(given, found, "uccl_ep against NCCL all_to_all_single and DeepEP")
+    profile.put_out(given, cases, ranks, options_of(given), "cuda")
     return 0
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from uccl_ep_core.argument_types import at_least
 
 from ..plain_text import plain
+from . import profile
 from .ep import GPU_HIGH_THROUGHPUT, GPU_LOW_LATENCY, device_of
 from .records import Record, add_output_options, machine, put_out
 from .spawn import run_ranks
@@ -256,6 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, what in (("tokens", "tokens per rank"), ("hidden", "elements of a token")):
         parser.add_argument(f"--{name}", type=at_least(1), help=f"{what} (default: the mode's)")
     add_output_options(parser, "times")
+    profile.add_option(parser)
     given = parser.parse_args(arguments)
     device = device_of(parser, given.device)
     modes = {"low-latency": GPU_LOW_LATENCY, "high-throughput": GPU_HIGH_THROUGHPUT}
@@ -275,6 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases, ranks=given.ranks, iterations=given.iterations, options=options, device=device, on_event=on_event
     )
     put_out(given, found, "uccl_ep through proxies, against the steps that its bytes take")
+    profile.put_out(given, cases, given.ranks, {**options, "domain_size": 1}, device)
     return 0
 
 
