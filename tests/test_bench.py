@@ -42,6 +42,34 @@ def test_bench_ep_writes_records_and_a_plot(tmp_path: Path) -> None:
     assert (tmp_path / "ep.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("bench", ["ep", "proxied"])
+def test_profile_says_what_bounds_each_half(tmp_path: Path, bench: str) -> None:
+    command = [
+        *(sys.executable, "-m", f"uccl_ep.bench.{bench}", "--ranks", "2", "--iterations", "1", "--tokens", "16"),
+        *("--hidden", "256", "--device", "cpu", "--profile", str(tmp_path / "profile.json")),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "profile.json").read_text())
+    modes = [mode for mode in ("low latency", "high throughput") for _ in range(3)]
+    assert [one["case"].partition(":")[0] for one in found] == modes * 2
+    assert [one["rank"] for one in found] == [0] * 6 + [1] * 6
+    for one in found:
+        assert one["half"] in ("dispatch fp8", "dispatch bf16", "combine bf16") and one["lost"] == 0
+        assert (one["half"] in done.stdout) and one["launches"] == 10
+        steps = {row["activity"] for row in one["rows"]}
+        assert "sends / hands over" in steps and {"receives / waits for rows", "sums / waits for rows"} & steps
+        assert ("domains of 1" in one["case"]) == (bench == "proxied")
+
+
+def test_profile_refuses_ranks_of_others(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        ep.main(["--device", "cpu", "--profile"])
+    assert "run it without torchrun" in capsys.readouterr().err
+
+
 def test_bench_of_gpus_compares_halves_and_checks_them() -> None:
     """On the host backend: what it runs, without events and graphs."""
     cases = [Case("low latency", 16, 256, 4, 16, most=32), Case("high throughput", 32, 256, 4, 16, skewed=True)]

@@ -1,4 +1,4 @@
-"""Kernels that record what they do: every step of every path is there, lies within what it belongs to, and changes nothing."""
+"""Kernels that record what they do: every step of every path is there, and inside what it is part of."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ DIRECT_SENDS = ("sends words", "sends words / waits for room", "hands over")
 DIRECT_DISPATCH = under("sends", "copies", *DIRECT_SENDS) | under(
     "receives", "gathers picks", "places", "counts", "copies own", "waits for rows", "copies"
 )
-DIRECT_COMBINE = under("sends", "adds up", "adds up own", *DIRECT_SENDS) | under("receives", "waits for rows", "adds up")
+DIRECT_COMBINE = under("sends", "adds up", "adds up own", *DIRECT_SENDS) | under(
+    "receives", "waits for rows", "adds up"
+)
 
 
 def high_throughput(ctx: Context, path: str = "") -> list[dict[str, Any]]:
@@ -192,9 +194,7 @@ def test_a_ring_that_is_too_small_keeps_the_newest_and_says_so(pool: RankPool, t
         **TRACED, **SMALL, "UCCL_EP_TRACE_KERNEL_SPANS": "16", "UCCL_EP_TRACE": str(tmp_path / "trace.json"),
         "UCCL_EP_LOW_LATENCY_PATH": "packed",
     }  # fmt: skip
-    for rank, (newest, kernels, lost) in enumerate(
-        pool.run(overflowing, ranks=2, options=options, timeout_s=120)
-    ):
+    for rank, (newest, kernels, lost) in enumerate(pool.run(overflowing, ranks=2, options=options, timeout_s=120)):
         assert newest["lost"] > 0
         # What is left is whole: the last halves that fit, which have all of their steps.
         assert newest["rows"] and {row["launches"] for row in newest["rows"]} == {1}
@@ -282,7 +282,8 @@ def test_launches_are_told_apart_and_cut_ones_left_out() -> None:
     third = [warp(block, 40 + block, 50, kernel="dispatch", warps=3) for block in range(3)]
     recorded = [*third, warp(1, 3, 9, ("sums", 4, 8)), *second]  # block 0 of the first is gone
     found, lost = launches.launches_of(recorded)
-    assert [(launch.kernel, launch.start, len(launch.warps)) for launch in found] == [("combine", 20, 2), ("dispatch", 40, 3)]
+    shapes = [(launch.kernel, launch.start, len(launch.warps)) for launch in found]
+    assert shapes == [("combine", 20, 2), ("dispatch", 40, 3)]
     assert lost == 2
 
 
@@ -305,7 +306,7 @@ def test_sums() -> None:
 def test_times_follow_the_comparisons_of_clocks() -> None:
     anchors = [clocks.Anchor(100, 1100, 2), clocks.Anchor(300, 1340, 2)]  # the device's clock is slow
     assert [clocks.follow(anchors, ns) for ns in (50, 100, 200, 300, 400)] == [1050, 1100, 1220, 1340, 1440]
-    mapped = [clocks.follow(anchors, ns) for ns in range(0, 500)]
+    mapped = [clocks.follow(anchors, ns) for ns in range(500)]
     assert mapped == sorted(mapped)
 
 
@@ -339,4 +340,3 @@ def test_events_of_a_launch() -> None:
     ]
     assert {event["pid"] for event in found} == {3}
     assert [event["args"]["name"] for event in found if event["name"] == "thread_name"] == ["block 0, warp 0"]
-

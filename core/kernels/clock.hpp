@@ -1,5 +1,5 @@
-// The device's clock beside the host's, so that spans of kernels and events of proxies share a time line. A thread of the
-// host answers each question with its clock; the shortest way there and back tells the difference best.
+// The device's clock beside the host's, so that spans of kernels and events of proxies share a time line. A thread of
+// the host answers each question with its clock; the shortest way there and back tells the difference best.
 #pragma once
 
 #include "parameters.hpp"

@@ -1,5 +1,6 @@
-// What the warps of a kernel do, and when. Where kernels are traced (option trace_kernels, UCCL_EP_TRACE_KERNELS for the
-// compiler), a mark in an algorithm records a span of time, from where it stands to the next one or the end of its scope:
+// What the warps of a kernel do, and when. Where kernels are traced (option trace_kernels; for the compiler
+// UCCL_EP_TRACE_KERNELS), a mark in an algorithm records a span of time, from where it stands to the next one or the end
+// of its scope:
 //
 //     Span step(group, Activity::kWaitsForRows);
 //     ...
@@ -7,9 +8,9 @@
 //
 // Where they are not, a mark is nothing: no instruction and no register.
 //
-// A record is some plain stores of one thread into a ring that belongs to its warp, and nobody waits for them. How many
-// spans a warp has recorded is kept in the block's memory while a kernel runs, since a load from device memory for each
-// span would take longer than many of them last.
+// A record is some plain stores of one thread into a ring that belongs to its warp, and nobody waits for them. How
+// many spans a warp has recorded is kept in the block's memory while a kernel runs, since a load from device memory for
+// each span would take longer than many of them last.
 #pragma once
 
 #include "parameters.hpp"
@@ -45,21 +46,21 @@ enum class Activity : uint32_t {
     kKeeps = 4,
     kSums = 5,
     // Steps of them.
-    kWaitsForRoom = 6,       // what was there before has been read, and has left
-    kWaitsUntilSent = 7,     // the transport has what was pushed
-    kWaitsForRows = 8,       // a peer has written what is read next
-    kMeetsBlocks = 9,        // waits for the other blocks of the launch, or counts them
-    kCounts = 10,            // how many rows go where
-    kPlaces = 11,            // which row has which place
-    kReadsHeads = 12,        // of messages: what they hold
-    kCopies = 13,            // rows, cast where that was asked for
-    kCopiesOwn = 14,         // likewise, of tokens that stay on this rank
-    kAddsUp = 15,            // rows or sums of them
-    kAddsUpOwn = 16,         // likewise, of this rank's own tokens
-    kHandsOver = 17,         // signals or commands, after what was written before
-    kGivesBack = 18,         // credits: what was read may be written again
-    kSendsWords = 19,        // picks or weights
-    kGathersPicks = 20,      // of all ranks
+    kWaitsForRoom = 6,  // what was there before has been read, and has left
+    kWaitsUntilSent = 7,  // the transport has what was pushed
+    kWaitsForRows = 8,  // a peer has written what is read next
+    kMeetsBlocks = 9,  // waits for the other blocks of the launch, or counts them
+    kCounts = 10,  // how many rows go where
+    kPlaces = 11,  // which row has which place
+    kReadsHeads = 12,  // of messages: what they hold
+    kCopies = 13,  // rows, cast where that was asked for
+    kCopiesOwn = 14,  // likewise, of tokens that stay on this rank
+    kAddsUp = 15,  // rows or sums of them
+    kAddsUpOwn = 16,  // likewise, of this rank's own tokens
+    kHandsOver = 17,  // signals or commands, after what was written before
+    kGivesBack = 18,  // credits: what was read may be written again
+    kSendsWords = 19,  // picks or weights
+    kGathersPicks = 20,  // of all ranks
 };
 
 inline constexpr uint32_t kNobody = ~uint32_t{0};
@@ -75,7 +76,7 @@ UCCL_EP_DEVICE bool is_traced(const Group &group) {
     return group.spans.counts != nullptr && span_track(group.spans) < group.spans.tracks;
 }
 
-// Record a span that ends here, and return when that is. One thread of a warp. Out of line: it stands at dozens of places.
+// Record a span that ends here, and return when that is. One thread of a warp. Out of line: it stands at many places.
 UCCL_EP_DEVICE_SELDOM uint64_t record_span(const SpanTable &table, Activity activity, uint32_t detail,
                                            uint64_t start_ns) {
     const uint64_t end_ns = device::stamp_ns();
@@ -121,8 +122,8 @@ class Span {
     uint64_t start_ns_ = 0;  // 0: none is under way
 };
 
-// A whole kernel: the first line of each that has marks. Every warp records it, also one that does nothing, so that it can
-// be told afterwards which spans are of one launch.
+// A whole kernel: the first line of each that has marks. Every warp records it, also one that does nothing, so that it
+// can be told afterwards which spans are of one launch.
 class KernelSpan {
   public:
     UCCL_EP_DEVICE KernelSpan(const Group &group, TracedKernel kernel) : table_(group.spans), kernel_(kernel) {

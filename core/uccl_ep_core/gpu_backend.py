@@ -132,8 +132,8 @@ class GpuBackend(abc.ABC):
 
     @property
     def traces_kernels(self) -> bool:
-        """Whether launched kernels record spans where they are given a table for them (``Group.spans``): they are compiled
-        from ``traced_kernels.hpp``, not ``kernels.hpp``. Asked for by the option ``trace_kernels`` of `open`."""
+        """Whether launched kernels record spans where they are given a table for them (``Group.spans``), being compiled
+        from ``traced_kernels.hpp``. Asked for by the option ``trace_kernels`` of `open`."""
         return False
 
     @abc.abstractmethod

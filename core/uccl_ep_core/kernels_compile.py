@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--update", action="store_true", help="accept the figures as the new table")
     parser.add_argument(
         "--traced", action="store_true",
-        help="compile the kernels that record what they do (option trace_kernels) instead; these may spill, and no table has them",
+        help="compile the kernels that record what they do (option trace_kernels), which may spill and have no table",
     )  # fmt: skip
     parser.add_argument(
         "--skip-unavailable", action="store_true", help="pass over a backend whose compiler is not installed"

@@ -162,7 +162,8 @@ class General:
     log_level: str = _option("warning", "least level that is logged", choices=("debug", "info", "warning", "error"))
     trace: str = _option("", "file for a trace of all commands; empty: none")
     trace_kernels: bool = _option(
-        False, "kernels record what they do and when, for the trace and for Buffer.profile(); on GPUs in a build of its own"
+        False,
+        "kernels record what they do and when, for the trace and Buffer.profile(); on GPUs another build",
     )
     trace_kernel_spans: int = _option(
         2048, "spans that each warp of a traced kernel keeps, the newest, a power of two", minimum=16, maximum=1 << 20

@@ -132,6 +132,28 @@ def test_perfetto_opens_the_trace(tmp_path: Path, opened: Any, plan: str) -> Non
     assert found[-1]["value"] == 30
 
 
+def test_perfetto_opens_what_kernels_did(tmp_path: Path, opened: Any) -> None:
+    """Slices to the nanosecond, each inside the one that holds it, under the rank that the proxies have."""
+    trace_runs.two_ranks(tmp_path, "native", 3)
+    engine = opened(tmp_path / "trace.1.json")
+    assert engine.query("select name, value from stats where severity != 'info' and value > 0") == []
+    rows = engine.query("""
+        select slice.name as name, parent.name as parent, slice.ts as ts, slice.dur as dur, thread.name as thread,
+               process.name as rank
+        from slice join thread_track on slice.track_id = thread_track.id join thread using (utid)
+        join process using (upid) left join slice parent on slice.parent_id = parent.id
+        where slice.category = 'kernel' order by slice.ts, slice.depth
+    """)
+    start = 5_000_000_123_457
+    assert [(row["name"], row["parent"], row["ts"] - start, row["dur"]) for row in rows] == [
+        ("dispatch", None, 0, 1001),
+        ("sends", "dispatch", 1, 776),
+        ("waits for room", "sends", 1, 1),
+        ("copies", "sends", 2, 775),
+    ]
+    assert {(row["rank"], row["thread"]) for row in rows} == {("rank 1", "block 0, warp 0")}
+
+
 def test_perfetto_sees_what_is_missing(tmp_path: Path, opened: Any) -> None:
     """The test above can fail: commands without an end, and a file that was cut off, are told."""
     trace_runs.two_ranks(tmp_path, "native", 3)

@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import trace_runs
+from uccl_ep_core import _native
 
 # What each phase of an event must carry, by the trace event format.
 REQUIRED = {
@@ -19,6 +20,7 @@ REQUIRED = {
     "n": {"name", "cat", "id2", "pid", "tid", "ts"},
     "e": {"name", "cat", "id2", "pid", "tid", "ts"},
     "i": {"name", "pid", "tid", "ts", "s"},
+    "X": {"name", "cat", "pid", "tid", "ts", "dur"},
 }
 
 
@@ -35,6 +37,9 @@ def check(trace: dict[str, Any]) -> list[dict[str, Any]]:
             assert event["name"] in ("process_name", "thread_name") and isinstance(event["args"]["name"], str), event
             continue
         assert isinstance(event["ts"], (int, float)) and event["ts"] >= 0 and isinstance(event["tid"], int), event
+        if event["ph"] == "X":
+            assert isinstance(event["dur"], (int, float)) and event["dur"] >= 0, event
+            continue
         if event["ph"] == "i":
             assert event["s"] in ("g", "p", "t"), event
             continue
@@ -53,7 +58,12 @@ def check(trace: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("plan", ["native", "counted", "fenced"])
 def test_the_trace_is_valid_and_tells_the_life_of_every_command(tmp_path: Path, plan: str) -> None:
     trace_runs.two_ranks(tmp_path, plan, 30)
-    events = check(json.loads((tmp_path / "trace.0.json").read_text()))
+    trace = json.loads((tmp_path / "trace.0.json").read_text())
+    events = check(trace)
+    assert (trace["otherData"]["lost_kernel_spans"], trace["otherData"]["kernel_clock_error_ns"]) == (7, 9)
+    slices = [event["name"] for event in events if event["ph"] == "X"]
+    assert slices == ["dispatch", "sends", "waits for room", "copies"], "kernels beside the proxies"
+    assert {event["pid"] for event in events} == {0}
     named = [event for event in events if event["name"] == "command"]
     assert {event["args"]["ticket"] for event in named} == set(range(30))
     assert len([e for e in events if e["name"] == "posted"]) == 30
@@ -62,3 +72,11 @@ def test_the_trace_is_valid_and_tells_the_life_of_every_command(tmp_path: Path, 
         assert any(event["name"] == "signal raised" for event in arrived)
     else:
         assert any(event["name"] == "signal sent" for event in events)
+
+
+def test_kernels_have_a_file_where_there_are_no_proxies(tmp_path: Path) -> None:
+    json_text = trace_runs.events_of([trace_runs.one_launch(1000)], 1, lambda ns: ns)
+    assert _native.write_trace(str(tmp_path / "trace.json"), 1, json_text, 0, 0) == ""
+    events = check(json.loads((tmp_path / "trace.1.json").read_text()))
+    assert [event["ts"] for event in events if event["ph"] == "X"] == [1.00025, 1.00125, 1.00125, 1.00225]
+    assert "/nowhere/trace.1.json" in _native.write_trace("/nowhere/trace.json", 1, json_text, 0, 0)

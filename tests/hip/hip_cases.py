@@ -15,6 +15,7 @@ import fakes
 
 import cases
 from ranks import Context
+from uccl_ep.tracing import clocks
 from uccl_ep_core import kernel_parameters
 
 INVALID_VALUE = 1  # hipErrorInvalidValue, CUDA_ERROR_INVALID_VALUE
@@ -130,3 +131,17 @@ def another_build(ctx: Context, *, files: fakes.FakeFiles, tokens: list[int]) ->
     finally:
         buffer.destroy()
     return "no error"
+
+
+def traced(ctx: Context, *, files: fakes.FakeFiles, **arguments: Any) -> tuple[list[Any], int, int]:
+    """Rows of the profile of a dispatch and combine, and what a comparison of clocks is off by, and may be."""
+    _install(files)
+    buffer = ctx.new_buffer(num_rdma_bytes=64 << 20)
+    cases.low_latency(ctx, buffer=buffer, **arguments)
+    rows = [dict(row) for row in buffer.profile().as_dict()["rows"]]
+    backend = buffer._communicator.backend
+    window = backend.allocate_host_window(clocks.WINDOW_BYTES)
+    anchor = clocks.compare(backend, window)  # the fake device runs on the host's clock
+    window.close()
+    buffer.destroy()
+    return rows, abs(anchor.device_ns - anchor.host_ns), anchor.error_ns

@@ -180,6 +180,15 @@ def test_copy_to_device_stays_inside(backend: Any) -> None:
         backend.copy_to_device(window, b"abcd", 13)
 
 
+def test_copy_from_device_stays_inside(backend: Any) -> None:
+    window = backend.allocate_device_memory(16)
+    backend.copy_to_device(window, b"abcd", 12)
+    assert backend.copy_from_device(window, 6, 10) == b"\0\0abcd"
+    assert backend.copy_from_device(window, 0) == b""
+    with pytest.raises(ArgumentError, match=r"\[13, 17\)"):
+        backend.copy_from_device(window, 4, 13)
+
+
 def test_failed_steps_leave_nothing_behind(fake: Fake, backend: Any) -> None:
     hip = fake.files.vendor == "hip"
     before = fake.count("allocations"), fake.count("registrations")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -85,6 +86,35 @@ def test_second_open_compiles_nothing(fake: Fake, tmp_path: Path, monkeypatch: p
     for _ in range(2):
         backend_class(fake).open("0", options_of(fake, tmp_path)).close()
     assert counter.read_text() == "compiled\n"
+
+
+def test_traced_kernels_are_another_build(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled from the source that has the macro, kept apart, never taken from the package's objects."""
+    counter, objects = tmp_path / "counter", tmp_path / "objects"
+    monkeypatch.setenv("FAKE_COMPILER_COUNTER", str(counter))
+    module = importlib.import_module(f"uccl_ep_{fake.files.vendor}.build")
+    (unit,) = module.OFFLINE.units()
+    objects.mkdir()
+    (objects / "k.o").write_bytes(fake.files.image.read_bytes())
+
+    def opened(traced: bool) -> tuple[str, int]:
+        backend = backend_class(fake).open("0", {**options_of(fake, tmp_path), "trace_kernels": traced})
+        assert backend.traces_kernels == traced
+        ((name, origin),) = backend.describe()["kernels"].items()
+        assert name == ("traced_kernels" if traced else "kernels")
+        write_manifest(objects, [
+            {"unit": unit.name, "digest": unit.digest, "architecture": backend.facts.architecture, "file": "k.o"}
+        ])  # fmt: skip
+        shared = backend.limits.max_shared_bytes
+        backend.close()
+        return origin, shared
+
+    monkeypatch.setattr(module, "_OBJECTS", objects)
+    (plain, room), (traced, less_room) = opened(False), opened(True)
+    assert plain.startswith("compiled by") and traced.startswith("compiled by")
+    assert opened(True)[0] == traced and counter.read_text() == "compiled\n" * 2
+    assert opened(False)[0] == "built with the package" and counter.read_text() == "compiled\n" * 2
+    assert room - less_room == 128, "for the words in which warps count"
 
 
 def test_ranks_that_start_together_compile_once(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

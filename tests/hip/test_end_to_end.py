@@ -65,6 +65,22 @@ def test_low_latency_is_exact(hip_pool: tuple[RankPool, Any], ranks: int, domain
         assert sum("Launch" in call for call in journal) == (4 if hook else 2)
 
 
+@pytest.mark.parametrize("domain", [0, 1])
+def test_traced_kernels_are_read_back(hip_pool: tuple[RankPool, Any], domain: int) -> None:
+    pool, files = hip_pool
+    found = pool.run(
+        f"{Path(hip_cases.__file__).stem}:traced", ranks=2, domain=domain, timeout_s=120,
+        options={"UCCL_EP_TRACE_KERNELS": "1"},
+        arguments={"files": files, "tokens": [8, 3], "most": 8, "hidden": 256, "experts": 8, "topk": 2, "hook": False,
+                   "seed": 1},
+    )  # fmt: skip
+    for rows, off_ns, error_ns in found:
+        names = {(row["kernel"], row["activity"]) for row in rows}
+        stem = "ll_" if domain else "ll_direct_"
+        assert {(f"{stem}dispatch", "receives / copies"), (f"{stem}combine", "receives / adds up")} <= names
+        assert off_ns <= error_ns
+
+
 def test_kernels_of_another_build_are_an_error_of_every_rank(hip_pool: tuple[RankPool, Any], tmp_path: Path) -> None:
     pool, files = hip_pool
     if files.vendor != "hip":

@@ -1,8 +1,8 @@
 """What bounds a case: the kernels' own record of what they do and when (option ``--profile`` of the benchmarks).
 
-A buffer of its own, whose kernels record spans, after the timed run; on GPUs that is another build of them, somewhat slower.
-Each half runs as in the benchmark: replays of its graph on GPUs, calls one after another on CPUs. The newest launches that
-the rings hold are summed up.
+A buffer of its own, whose kernels record spans, after the timed run; on GPUs that is another build of them, somewhat
+slower. Each half runs as in the benchmark: replays of its graph on GPUs, calls one after another on CPUs. The newest
+launches that the rings hold are summed up.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def add_option(parser: argparse.ArgumentParser) -> None:
     """``--profile``, which `put_out` goes by."""
     parser.add_argument(
         "--profile", metavar="FILE", nargs="?", const="", type=_file,
-        help="then say what bounds each half, by what the kernels record of themselves; all ranks' figures to FILE, as JSON",
+        help="then say what bounds each half, by what kernels record of themselves; FILE gets all ranks' figures, as JSON",
     )  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""What kernels did and when, recorded by themselves (core/kernels/spans.hpp): read back, summed up, and put into the trace
-beside what the proxies did."""
+"""What kernels did and when, recorded by themselves (core/kernels/spans.hpp): read back, summed up, and put into the
+trace beside what the proxies did."""
 
 from .profile import Profile, Row
 from .recorder import KernelTracing

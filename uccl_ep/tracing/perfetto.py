@@ -58,5 +58,5 @@ def _times(start: int, end: int, host_ns: Callable[[int], int]) -> dict[str, flo
 
 
 def _microseconds(ns: int) -> float:
-    # A reader cuts or rounds to whole ns. A quarter more makes both give these, so that what ends together does so there.
+    # A reader cuts or rounds to whole ns. With a quarter more both give the same, so that what ends together does so.
     return (ns + 0.25) / 1e3

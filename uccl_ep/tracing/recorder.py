@@ -56,7 +56,7 @@ class KernelTracing:
             EPError: a kernel still runs after ``timeout_s``.
         """
         if self._backend.is_capturing():
-            raise ArgumentError("profile() waits for kernels, which a capture forbids: call it after the graph's replay")
+            raise ArgumentError("profile() waits for kernels, which a capture forbids: call it after a replay")
         self._read(timeout_s)
         result = summed_up(self._for_profile, self._lost_by_profile)
         self._for_profile, self._lost_by_profile = [], 0
@@ -83,8 +83,8 @@ class KernelTracing:
             self._lost_by_trace += gone
 
     def finish(self, engine: Any) -> None:
-        """Put what kernels did into the trace: into the file that ``engine`` writes when it stops, or, where there is none,
-        into one without proxies. Never raises: a buffer is closed in any case."""
+        """Put what kernels did into the trace: into the file that ``engine`` writes when it stops, or, where there is
+        none, into one without proxies. Never raises: a buffer is closed in any case."""
         if not self._path:
             return
         try:

@@ -13,7 +13,7 @@ from uccl_ep_core.kernel_parameters import SpanRecord, SpanTable
 from .names import KERNEL
 
 MOST_WARPS = 256
-"""Of a block that have a ring. Blocks of a GPU have fewer; of more, which the host backend can have, these are traced."""
+"""Of a block that have a ring. A block of a GPU has fewer; of more, which the host backend can have, the first do."""
 
 _RECORD = np.dtype(
     [("start", "<u8"), ("end", "<u8"), ("activity", "<u4"), ("detail", "<u4"), ("warps", "<u4"), ("reserved", "<u4")]
@@ -67,8 +67,8 @@ class SpanRings:
         )
 
     def read(self) -> tuple[list[WarpSpans], int]:
-        """What was recorded since the last time, of launches that a ring still holds in full; and how many spans of others
-        are gone. No kernel runs."""
+        """What was recorded since the last time, of launches that a ring still holds in full; and how many spans of
+        others are gone. No kernel runs."""
         counts = np.frombuffer(self._backend.copy_from_device(self.window, 4 * self._tracks), np.uint32)
         new = counts - self._seen  # modulo 2^32, as they are counted
         self._seen = counts
@@ -98,9 +98,13 @@ class SpanRings:
                 kernel = ring[end]
                 found.append(
                     WarpSpans(
-                        *divmod(track, self._warps), int(kernel["detail"]), int(kernel["start"]), int(kernel["end"]),
-                        int(kernel["warps"]), ring[first:end],
-                    )  # fmt: skip
+                        *divmod(track, self._warps),
+                        int(kernel["detail"]),
+                        int(kernel["start"]),
+                        int(kernel["end"]),
+                        int(kernel["warps"]),
+                        ring[first:end],
+                    )
                 )
             first = int(end) + 1
         return found, len(ring) - sum(len(launch.spans) + 1 for launch in found)

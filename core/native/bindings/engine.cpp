@@ -269,7 +269,7 @@ void bind_engine(py::module_ &module) {
             [](Engine &engine, const std::string &json, uint64_t lost, uint64_t clock_error_ns) {
                 engine.add_to_trace({json, lost, clock_error_ns});
             },
-            py::arg("json"), py::arg("lost"), py::arg("clock_error_ns"), "What kernels did, for the file that stop() writes.")
+            py::arg("json"), py::arg("lost"), py::arg("clock_error_ns"), "What kernels did, for the file of stop().")
         .def_property_readonly("running", &Engine::running)
         .def_property_readonly("stop_error", &Engine::stop_error, "After stop() returned False: which proxy stayed.")
         .def("error", &Engine::error, "The first error of a proxy in words, or ''.")

@@ -8,7 +8,7 @@ namespace py = pybind11;
 namespace uccl_ep {
 
 void bind_tracing(py::module_ &module) {
-    py::class_<ClockAnswers>(module, "ClockAnswers", "A thread that answers a device's questions for the host's clock.")
+    py::class_<ClockAnswers>(module, "ClockAnswers", "A thread that tells a device the host's clock.")
         .def(py::init([](uint64_t question, uint64_t answer, double limit_s) {
                  return std::make_unique<ClockAnswers>(reinterpret_cast<uint64_t *>(question),
                                                        reinterpret_cast<uint64_t *>(answer),

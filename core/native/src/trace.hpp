@@ -1,5 +1,6 @@
-// The life of commands as a trace that Perfetto and chrome://tracing open, and beside it what kernels did, where they were
-// asked to record it. One recorder per proxy, no locks; off (the usual case) it is a null pointer and one branch per event.
+// The life of commands as a trace that Perfetto and chrome://tracing open, and beside it what kernels did, where they
+// were asked to record it. One recorder per proxy, no locks; off (the usual case) it is a null pointer and one branch
+// per event.
 #pragma once
 
 #include <cstdint>

@@ -54,6 +54,26 @@ TEST(every_command_begins_and_ends_once) {
     CHECK(text.find(",\n]") == std::string::npos);
 }
 
+TEST(events_of_kernels_stand_beside_those_of_proxies) {
+    const std::string path = "/tmp/uccl_ep_trace_kernels_" + std::to_string(getpid()) + ".json";
+    TraceRecorder recorder;
+    for (const bool proxies : {false, true}) {
+        std::vector<const TraceRecorder *> recorders;
+        if (proxies) {
+            recorders.push_back(&recorder);
+        }
+        CHECK_EQ(write_trace(path, 3, recorders, {"{\"ph\":\"X\"},\n{\"ph\":\"X\"}", 5, 1200}), "");
+        std::ifstream file(path);
+        const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+        unlink(path.c_str());
+        CHECK_EQ(count(text, "\"ph\":\"X\""), 2u);
+        CHECK_EQ(count(text, "\"ph\":\"M\""), proxies ? 2u : 0u);
+        CHECK_EQ(count(text, "\"lost_kernel_spans\":5,\"kernel_clock_error_ns\":1200"), 1u);
+        CHECK(text.find(",\n]") == std::string::npos && text.find("[,") == std::string::npos);
+        CHECK_EQ(count(text, ",\n{"), proxies ? 3u : 1u);
+    }
+}
+
 TEST(a_file_that_cannot_be_written_is_told) {
     CHECK(write_trace("/nowhere/at/all.json", 0, {}).find("/nowhere/at/all.json") != std::string::npos);
 }

@@ -1,5 +1,5 @@
-// The kernels, compiled for the CPU. Traced ones serve here in any case: where no spans are recorded, a mark costs a look
-// at a null pointer.
+// The kernels, compiled for the CPU. Traced ones serve here in any case: where no spans are recorded, a mark costs a
+// look at a null pointer.
 #include "traced_kernels.hpp"
 
 #include "kernel_table.hpp"
