@@ -124,6 +124,7 @@ def test_perfetto_opens_the_trace(tmp_path: Path, opened: Any, plan: str) -> Non
     signals = """
         select slice.name as name, thread.name as thread, extract_arg(slice.arg_set_id, 'args.value') as value
         from slice join thread_track on slice.track_id = thread_track.id join thread using (utid)
+        where slice.category = 'signal'
     """
     where, name = (receiver, "signal raised") if plan == "counted" else (sender, "signal sent")
     found = where.query(signals)

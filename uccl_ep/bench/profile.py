@@ -77,7 +77,7 @@ def add_option(parser: argparse.ArgumentParser) -> None:
     """``--profile``, which `put_out` goes by."""
     parser.add_argument(
         "--profile", metavar="FILE", nargs="?", const="", type=_file,
-        help="then say what bounds each half, by what kernels record of themselves; FILE gets all ranks' figures, as JSON",
+        help="then say what bounds each half, by what kernels record of themselves; FILE gets all ranks' as JSON",
     )  # fmt: skip
 
 
