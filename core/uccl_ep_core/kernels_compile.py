@@ -7,14 +7,17 @@ that grew beyond the table each backend keeps; ``--update`` accepts the new figu
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from . import registry
 from .device_runtime.compiler import CompileError
-from .device_runtime.offline import KernelResources, OfflineCompiler, offline_compiler
+from .device_runtime.offline import KernelResources, OfflineBuild, OfflineCompiler, offline_compiler
 from .device_runtime.resource_table import Figures, read_table, regressions, write_table
+from .device_runtime.sources import Unit
 
 
 def offline_compilers() -> dict[str, OfflineCompiler]:
@@ -32,18 +35,31 @@ def offline_compilers() -> dict[str, OfflineCompiler]:
 def compile_backend(
     name: str, compiler: OfflineCompiler, architectures: Sequence[str], traced: bool = False
 ) -> tuple[Figures, list[str]]:
-    """Compile everything of one backend, printing as it goes; returns the figures and what failed."""
+    """Compile everything of one backend, printing in order as it goes; returns the figures and what failed.
+
+    Each compiler is a process of its own, so as many run at once as this process has cores.
+    """
     figures: Figures = {}
     problems: list[str] = []
-    for unit in compiler.units(traced):
-        for architecture in architectures:
-            start = time.monotonic()
-            try:
-                build = compiler.compile(unit, architecture)
-            except CompileError as error:
-                problems.append(f"{name} {architecture}: {error}")
+
+    def compiled(unit: Unit, architecture: str) -> tuple[OfflineBuild | CompileError, float]:
+        start = time.monotonic()
+        try:
+            return compiler.compile(unit, architecture), time.monotonic() - start
+        except CompileError as error:
+            return error, 0.0
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        under_way = [
+            (unit, architecture, pool.submit(compiled, unit, architecture))
+            for unit in compiler.units(traced)
+            for architecture in architectures
+        ]
+        for unit, architecture, future in under_way:
+            build, seconds = future.result()
+            if isinstance(build, CompileError):
+                problems.append(f"{name} {architecture}: {build}")
                 continue
-            seconds = time.monotonic() - start
             print(f"{name:5} {architecture:8} {unit.name}: {len(build.image):7} bytes in {seconds:.1f} s")
             for kernel, taken in sorted(build.resources.items()):
                 print(f"{name:5} {architecture:8}   {kernel:30} {_words(taken)}")
@@ -63,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compile every kernel for every listed architecture.")
     parser.add_argument("--backend", action="append", help="only this backend; may be given several times")
     parser.add_argument("--architecture", action="append", help="only this architecture")
+    parser.add_argument("--one-each", action="store_true", help="only the last architecture of each backend")
     parser.add_argument("--update", action="store_true", help="accept the figures as the new table")
     parser.add_argument(
         "--traced", action="store_true",
@@ -86,7 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not chosen.skip_unavailable:
                 problems.append(f"{name}: {reason}")
             continue
-        architectures = [a for a in compiler.architectures if a in (chosen.architecture or compiler.architectures)]
+        known = compiler.architectures[-1:] if chosen.one_each else compiler.architectures
+        architectures = [a for a in known if a in (chosen.architecture or known)]
         figures, failed = compile_backend(name, compiler, architectures, chosen.traced)
         problems += failed
         if chosen.traced:
