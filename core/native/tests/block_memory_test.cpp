@@ -57,20 +57,23 @@ TEST(low_latency_arrivals) {
 TEST(combine_progress) {
     for (const uint32_t ranks : {1u, 2u, 3u, 64u, 1024u, 4096u}) {
         for (const uint32_t warps : {1u, 2u, 4u, 6u, 12u}) {
-            const auto at = CombineProgress::in(memory, warps, ranks);
-            CHECK_EQ(end_of(at.terms, warps * (ranks + 2)), end_of(at.next, 0));
-            CHECK_EQ(end_of(at.next, ranks), end_of(at.after, 0));
-            CHECK_EQ(end_of(at.after, ranks), end_of(at.row, 0));
-            CHECK_EQ(end_of(at.terms, 0) % alignof(CombineTerm), 0u);
+            const CombineProgress at{memory, warps, ranks};
+            CHECK_EQ(end_of(at.terms(), warps * (ranks + 2)), end_of(at.slot(), 0));
+            CHECK_EQ(end_of(at.slot(), ranks), end_of(at.total(), 0));
+            CHECK_EQ(end_of(at.total(), ranks), end_of(at.emptied(), 0));
+            CHECK_EQ(end_of(at.emptied(), ranks), end_of(at.after(), 0));
+            CHECK_EQ(end_of(at.after(), 3 * ranks), end_of(at.row(), 0));
+            CHECK_EQ(end_of(at.terms(), 0) % alignof(CombineTerm), 0u);
             const uint64_t bytes = CombineProgress::bytes(warps, ranks);
             uint64_t most = 0;
-            for (const uint32_t slots : {1u, 2u, 32u}) {  // no more tokens a round than there is room for
+            for (const uint32_t slots : {2u, 3u, 32u}) {  // no more tokens a round than there is room for
                 for (const uint32_t capacity : {1u, 9u, 4096u}) {
                     const uint64_t tokens = CombineProgress::tokens(warps, ranks, slots, capacity);
+                    CHECK(tokens >= 1 && 2 * tokens <= (slots - 1) * capacity + 1);  // two rounds lie in the slots
                     most = tokens > most ? tokens : most;
                 }
             }
-            CHECK_EQ(end_of(at.row, most * ranks), bytes);
+            CHECK_EQ(end_of(at.row(), 2 * most * ranks), bytes);
         }
     }
 }
