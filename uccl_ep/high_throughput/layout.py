@@ -42,7 +42,7 @@ def get_layout(communicator: Communicator, topk_idx: torch.Tensor, num_experts: 
     communicator.launch(
         "uccl_ep_routing",
         RoutingParameters(
-            group=communicator.group_struct(),
+            group=communicator.group_struct(count=False),  # a call of this rank alone
             topk_idx=pointer(topk_idx),
             index_bytes=topk_idx.element_size(),
             num_tokens=num_tokens,
