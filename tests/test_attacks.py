@@ -288,6 +288,7 @@ AFTER_DESTROY: dict[str, Callable[[Any, Any], Any]] = {
     "check": lambda b, h: b.check(),
     "describe": lambda b, h: b.describe(),
     "stats": lambda b, h: b.stats(),
+    "profile": lambda b, h: b.profile(),
     "get_comm_stream": lambda b, h: b.get_comm_stream(),
     "get_local_buffer_tensor": lambda b, h: b.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True),
     "get_dispatch_layout": lambda b, h: b.get_dispatch_layout(routes(), EXPERTS),

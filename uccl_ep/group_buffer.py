@@ -36,6 +36,7 @@ class GroupBuffer:
 
         Raises:
             ArgumentError: the buffer was created without the option ``trace_kernels``, or a graph is being captured.
+            BufferClosedError: it was destroyed.
         """
         return self._communicator.profile()
 
