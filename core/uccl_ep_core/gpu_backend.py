@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from .errors import ArgumentError
 from .transport import Device, Memory, Option
 
 
@@ -47,6 +48,11 @@ class Window(abc.ABC):
 
     memory: Memory
     device_pointer: int
+
+    def check_range(self, offset: int, nbytes: int) -> None:
+        """Raise `ArgumentError` where bytes [offset, offset + nbytes) are not all in it."""
+        if offset < 0 or offset + nbytes > self.memory.nbytes:
+            raise ArgumentError(f"bytes [{offset}, {offset + nbytes}) do not fit {self.memory.nbytes}")
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -91,9 +91,8 @@ void bind_kernels(py::module_ &module) {
         },
         py::arg("team_ends"), py::arg("channels"), py::arg("block"), py::arg("num_blocks"), py::arg("warp"),
         py::arg("num_warps"),
-        "The channel that the team of a warp works for, its first role, and the step to the next; the team's first "
-        "warp "
-        "and how many it has.");
+        "The channel that the team of a warp works for, its first role, and the step to the next; the first warp of "
+        "the team and how many it has.");
 }
 
 }  // namespace uccl_ep

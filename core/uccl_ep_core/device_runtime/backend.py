@@ -163,8 +163,7 @@ class RuntimeBackend(VendorDevices, GpuBackend, abc.ABC):
 
     def copy_to_device(self, window: Window, data: bytes, offset: int = 0) -> None:
         self._check_open()
-        if offset < 0 or offset + len(data) > window.memory.nbytes:
-            raise ArgumentError(f"bytes [{offset}, {offset + len(data)}) do not fit {window.memory.nbytes}")
+        window.check_range(offset, len(data))
         source = (ctypes.c_char * max(len(data), 1)).from_buffer_copy(data or b"\0")
         with self._driver.active(self.ordinal):
             self._driver.copy_to_device(window.device_pointer + offset, ctypes.addressof(source), len(data))
@@ -228,8 +227,7 @@ class RuntimeBackend(VendorDevices, GpuBackend, abc.ABC):
 
     def copy_from_device(self, window: Window, nbytes: int, offset: int = 0) -> bytes:
         self._check_open()
-        if offset < 0 or offset + nbytes > window.memory.nbytes:
-            raise ArgumentError(f"bytes [{offset}, {offset + nbytes}) do not fit {window.memory.nbytes}")
+        window.check_range(offset, nbytes)
         target = (ctypes.c_char * max(nbytes, 1))()
         with self._driver.active(self.ordinal):
             self._driver.copy_to_host(ctypes.addressof(target), window.device_pointer + offset, nbytes)

@@ -140,13 +140,11 @@ class HostBackend(GpuBackend):
         return HostMemory(nbytes)
 
     def copy_to_device(self, window: Window, data: bytes, offset: int = 0) -> None:
-        if offset < 0 or offset + len(data) > window.memory.nbytes:
-            raise ValueError(f"bytes [{offset}, {offset + len(data)}) do not fit {window.memory.nbytes}")
+        window.check_range(offset, len(data))
         ctypes.memmove(window.memory.pointer + offset, data, len(data))
 
     def copy_from_device(self, window: Window, nbytes: int, offset: int = 0) -> bytes:
-        if offset < 0 or offset + nbytes > window.memory.nbytes:
-            raise ValueError(f"bytes [{offset}, {offset + nbytes}) do not fit {window.memory.nbytes}")
+        window.check_range(offset, nbytes)
         return ctypes.string_at(window.memory.pointer + offset, nbytes)
 
     @property
