@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Before torch is imported anywhere: rank processes share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from pairwise import sample
 from ranks import RankPool
 
 
@@ -26,6 +27,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--seed", default=None, help="seed of the sim transport")
     group.addoption("--plan", default=None, help="ordering plan: native, counted or fenced")
     group.addoption("--lanes", default=None, type=int, help="lanes of the host GPU backend, e.g. 1, 32 or 64")
+    group.addoption(
+        "--sample", default=None, type=int, metavar="TIMES",
+        help="of a matrix take so few cases that each value of each parameter occurs TIMES times (default: all cases)",
+    )  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,6 +58,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "full" in item.keywords:
                 item.add_marker(skip)
+
+
+@pytest.hookimpl(trylast=True, specname="pytest_collection_modifyitems")
+def pytest_sample_items(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Last, so that the values are counted among the cases that -k has left."""
+    times = config.getoption("--sample")
+    if times is None:
+        return
+    if times < 1:
+        raise pytest.UsageError(f"--sample takes 1 or more, got {times}")
+    by_test: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if hasattr(item, "callspec") and "row" in item.callspec.params:
+            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    dropped: set[pytest.Item] = set()
+    for cases in by_test.values():
+        kept = sample([case.callspec.params["row"] for case in cases], times)  # type: ignore[attr-defined]
+        dropped |= set(cases) - {cases[i] for i in kept}
+    config.hook.pytest_deselected(items=[item for item in items if item in dropped])
+    items[:] = [item for item in items if item not in dropped]
 
 
 @pytest.fixture(scope="session")

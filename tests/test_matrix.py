@@ -1,19 +1,21 @@
 """Dispatch and combine in both modes over a pairwise matrix, bit for bit equal to the reference.
 
 Pairwise: every pair of values of two parameters that is legal occurs in some case. ``make test`` runs the default
-matrix; ``make test-full`` adds matrices of other seeds, and of low-latency outputs of up to 256 MB a rank.
+matrix; ``make test-full`` adds matrices of other seeds, and of low-latency outputs of up to 256 MB a rank. With
+``--sample`` each single value still occurs, but not each pair.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import Any
 
 import pytest
 
 import cases
 import closed_form
-from pairwise import pairwise
+from pairwise import pairwise, sample
 from ranks import RankPool
 
 # (ranks, ranks per scale-up domain; 0: one domain)
@@ -146,3 +148,16 @@ def test_every_legal_pair_occurs() -> None:
     assert pairs(found) == pairs([row for row in everything if rule(row)])
     assert found == pairwise(parameters, rule, seed=3)
     assert len(found) < len([row for row in everything if rule(row)])
+
+
+@pytest.mark.parametrize("times", [1, 4])
+@pytest.mark.parametrize("rows", [HIGH_THROUGHPUT_CASES, LOW_LATENCY_CASES], ids=["high_throughput", "low_latency"])
+def test_a_sample_has_every_value(rows: list[Any], times: int) -> None:
+    everything = [case.values[0] for case in rows]
+    chosen = [everything[i] for i in sample(everything, times)]
+    assert len(chosen) < len(everything) / 2
+    for parameter in everything[0]:
+        there = Counter(row[parameter] for row in everything)
+        assert {v: min(n, times) for v, n in Counter(row[parameter] for row in chosen).items()} == {
+            v: min(n, times) for v, n in there.items()
+        }, parameter
