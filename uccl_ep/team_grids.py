@@ -69,8 +69,9 @@ class Work:
         """As core/kernels/roles.hpp has them: receivers, senders, forwarders, and last the rows that stay."""
         other_domains = num_ranks // ranks_per_domain - 1
         senders = ranks_per_domain - 1 + other_domains
-        kinds = ((num_ranks - 1, RECEIVE), (senders, SEND), (other_domains, FORWARD), (1, KEEP))
-        return cls(kinds, max(1, num_ranks - 1 + senders + other_domains))
+        receivers = num_ranks - 1 - other_domains  # rows of the other ranks at my place come in through a forwarder
+        kinds = ((receivers, RECEIVE), (senders, SEND), (other_domains, FORWARD), (1, KEEP))
+        return cls(kinds, max(1, receivers + senders + other_domains))
 
     @classmethod
     def of_combine(cls, num_ranks: int) -> Work:

@@ -36,8 +36,9 @@ UCCL_EP_DEVICE uint64_t ll_row_to_return(const LowLatencyCombineParameters &p, u
            static_cast<uint32_t>(p.rows_before[pair]);
 }
 
-// The send half. The whole grid.
-UCCL_EP_DEVICE void ll_combine_send(const LowLatencyCombineParameters &p) {
+// The send half. The whole grid. Returns, alike on all threads of a block, whether it is the one that has yet to tell the
+// others what this rank has read (ll_tell).
+UCCL_EP_DEVICE bool ll_combine_send(const LowLatencyCombineParameters &p) {
     const Group &group = p.group;
     const Span half(group, Activity::kSends);
     const Layout &layout = group.layout;
@@ -85,18 +86,19 @@ UCCL_EP_DEVICE void ll_combine_send(const LowLatencyCombineParameters &p) {
                      shape.row_bytes - begin < piece ? shape.row_bytes - begin : piece);
     }
     step.end();
-    if (ll_all_written(group, device::num_blocks(), ok)) {
+    const bool last = ll_all_written(group, device::num_blocks(), ok);
+    if (last) {
         ll_send_all<PackedCombine>(group, number, p.masked, [&](uint32_t destination) -> LowLatencyMessage {
             return {
                 group.is_local(destination) ? 0 : outbox_of(destination),
                 layout.ll_combine_inbox(parity) + static_cast<uint64_t>(p.combine_base[destination]) * shape.row_bytes,
                 static_cast<uint64_t>(p.rows_home[destination]) * shape.row_bytes};
         });
-        if (ll_credits_travel(group, p.masked)) ll_tell<PackedCombine>(group);
     }
     if (device::warp_in_block() == 0 && device::lane() == 0) {
         *Counters::packed(group, LowLatencyHalf::kCombineSend, device::block_index()) = number;
     }
+    return last && ll_credits_travel(group, p.masked);
 }
 
 // List the rows that a token's sum takes; returns how many. The whole warp.
@@ -145,8 +147,8 @@ UCCL_EP_DEVICE void ll_combine_receive(const LowLatencyCombineParameters &p) {
     auto *terms = reinterpret_cast<WeightedRow *>(device::shared_memory()) + device::warp_in_block() * shape.num_topk;
     // Few tokens: several warps share one.
     const uint32_t wanted = warps > p.num_tokens && p.num_tokens != 0 ? warps / p.num_tokens : 1;
-    const auto piece =
-        static_cast<uint32_t>(align_up((shape.hidden + wanted - 1) / wanted, sum_step(shape.row_bytes / shape.hidden)));
+    const auto piece = static_cast<uint32_t>(
+        align_up((shape.hidden + wanted - 1) / wanted, step_of<PieceRun>(shape.row_bytes / shape.hidden)));
     const uint32_t pieces = (shape.hidden + piece - 1) / piece, items = p.num_tokens * pieces;
     // What the first sum takes is known before the rows have come, unless a rank may be left out meanwhile.
     const bool listed = p.masked == nullptr && warp < items;
@@ -156,7 +158,7 @@ UCCL_EP_DEVICE void ll_combine_receive(const LowLatencyCombineParameters &p) {
         for (uint32_t item = warp; item < items; item += warps) {
             const uint32_t token = item / pieces, begin = item % pieces * piece;
             if (item != warp || !listed) num_terms = ll_list_terms(p, inbox, token, terms);
-            sum_payload<true>(
+            sum_payload<true, PieceRun>(
                 shape.payload_type, p.out + uint64_t{token} * shape.row_bytes, begin,
                 shape.hidden - begin < piece ? shape.hidden : begin + piece, num_terms,
                 [&](uint32_t j) { return terms[j].row; }, [&](uint32_t j) { return terms[j].weight; });
@@ -173,7 +175,7 @@ UCCL_EP_DEVICE void ll_combine_receive(const LowLatencyCombineParameters &p) {
 
 UCCL_EP_KERNEL(uccl_ep_ll_combine_send, LowLatencyCombineParameters) {
     const KernelSpan kernel(parameters.group, TracedKernel::kLowLatencyCombineSend);
-    ll_combine_send(parameters);
+    if (ll_combine_send(parameters)) ll_tell<PackedCombine>(parameters.group);
 }
 
 UCCL_EP_KERNEL(uccl_ep_ll_combine_receive, LowLatencyCombineParameters) {
@@ -184,8 +186,9 @@ UCCL_EP_KERNEL(uccl_ep_ll_combine_receive, LowLatencyCombineParameters) {
 // Both halves at once, for a caller who waits anyhow.
 UCCL_EP_KERNEL(uccl_ep_ll_combine, LowLatencyCombineParameters) {
     const KernelSpan kernel(parameters.group, TracedKernel::kLowLatencyCombine);
-    ll_combine_send(parameters);
+    const bool tells = ll_combine_send(parameters);
     device::sync_block();  // the halves share the block's memory
+    if (tells) ll_tell<PackedCombine>(parameters.group);
     ll_combine_receive(parameters);
 }
 

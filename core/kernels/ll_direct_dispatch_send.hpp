@@ -58,7 +58,7 @@ UCCL_EP_DEVICE void direct_write_token(const LowLatencyDispatchParameters &p, co
     const TokenPicks pick(p.topk_idx, p.index_bytes, shape, token);
     const uint64_t row = uint64_t{token} * shape.row_bytes;
     if (shape.quantization != static_cast<uint32_t>(Quantization::kNone)) {
-        cast_token(shape, p.x, token, ready, [&](auto store) {
+        cast_token(shape, p.x, token, device::warps_per_block(), ready, [&](auto store) {
             for_each_rank_of(pick, shape.num_topk, local_experts, [&](uint32_t rank) {
                 uint8_t *inbox = inbox_of(rank);
                 store(inbox + at.payload + row,
@@ -67,11 +67,11 @@ UCCL_EP_DEVICE void direct_write_token(const LowLatencyDispatchParameters &p, co
         });
         return;
     }
-    const SharedRun run = SharedRun::of(shape.row_bytes);
+    const SharedRun run = SharedRun::of(shape.row_bytes, device::warps_per_block());
     if (run.bytes == 0 || !ready()) return;
     for_each_rank_of(pick, shape.num_topk, local_experts, [&](uint32_t rank) {
         if (rank == group.rank && p.own_in_place != 0) return;
-        device::copy(inbox_of(rank) + at.payload + row + run.begin, p.x + row + run.begin, run.bytes);
+        run.copy(inbox_of(rank) + at.payload + row, p.x + row);
     });
 }
 

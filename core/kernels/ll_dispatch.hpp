@@ -10,7 +10,7 @@ namespace uccl_ep {
 
 UCCL_EP_KERNEL(uccl_ep_ll_dispatch_send, LowLatencyDispatchParameters) {
     const KernelSpan kernel(parameters.group, TracedKernel::kLowLatencyDispatchSend);
-    ll_dispatch_send(parameters);
+    if (ll_dispatch_send(parameters)) ll_tell<PackedDispatch>(parameters.group);
 }
 
 UCCL_EP_KERNEL(uccl_ep_ll_dispatch_receive, LowLatencyDispatchParameters) {
@@ -21,8 +21,9 @@ UCCL_EP_KERNEL(uccl_ep_ll_dispatch_receive, LowLatencyDispatchParameters) {
 // Both halves at once, for a caller who waits anyhow.
 UCCL_EP_KERNEL(uccl_ep_ll_dispatch, LowLatencyDispatchParameters) {
     const KernelSpan kernel(parameters.group, TracedKernel::kLowLatencyDispatch);
-    ll_dispatch_send(parameters);
+    const bool tells = ll_dispatch_send(parameters);
     device::sync_block();  // the halves share the block's memory
+    if (tells) ll_tell<PackedDispatch>(parameters.group);
     ll_dispatch_receive(parameters);
 }
 

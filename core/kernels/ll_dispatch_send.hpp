@@ -24,9 +24,9 @@ UCCL_EP_DEVICE LowLatencyRow ll_row(const LowLatencyDispatchParameters &p, const
 
 // The groups of a token that this warp casts, `kAtOnce` of them in flight, since a load takes longer than all the rest.
 template <uint32_t kAtOnce, bool kWhole, class Storage, class ToFloat, class Ready, class Write>
-UCCL_EP_DEVICE void cast_groups(const Storage *x, const LowLatencyShape &shape, ToFloat to_float, Ready ready,
-                                Write write) {
-    const uint32_t warps = device::warps_per_block(), groups = scale_groups(shape.hidden);
+UCCL_EP_DEVICE void cast_groups(const Storage *x, const LowLatencyShape &shape, uint32_t warps, ToFloat to_float,
+                                Ready ready, Write write) {
+    const uint32_t groups = scale_groups(shape.hidden);
     for (uint32_t first = device::warp_in_block(); first < groups; first += kAtOnce * warps) {
         GroupCasts<Storage, kAtOnce, kWhole> casts(shape.hidden, first, warps);
         casts.load(x);
@@ -36,16 +36,16 @@ UCCL_EP_DEVICE void cast_groups(const Storage *x, const LowLatencyShape &shape, 
     }
 }
 
-// Cast a token, groups of a scale dealt to the warps of the block. `ready()` is called while loads are under way, and
-// says whether to go on; `write(store)` calls store(payload row, its scales) for each place. The whole block.
+// Cast a token, groups of a scale dealt to the first `warps` warps of the block, which call this. `ready()` is called while
+// loads are under way, and says whether to go on; `write(store)` calls store(payload row, its scales) for each place.
 template <class Ready, class Write>
-UCCL_EP_DEVICE void cast_token(const LowLatencyShape &shape, const uint8_t *tokens, uint32_t token, Ready ready,
-                               Write write) {
+UCCL_EP_DEVICE void cast_token(const LowLatencyShape &shape, const uint8_t *tokens, uint32_t token, uint32_t warps,
+                               Ready ready, Write write) {
     const uint64_t first = uint64_t{token} * shape.hidden;
     const auto type = static_cast<PayloadType>(shape.payload_type);
     if (type == PayloadType::kFloat32) {
         const auto *x = reinterpret_cast<const float *>(tokens) + first;
-        cast_groups<1, false>(x, shape, [](float value) { return value; }, ready, write);
+        cast_groups<1, false>(x, shape, warps, [](float value) { return value; }, ready, write);
         return;
     }
     // One loop for both types: each loop costs registers by the addresses that the compiler works out before them.
@@ -55,40 +55,49 @@ UCCL_EP_DEVICE void cast_token(const LowLatencyShape &shape, const uint8_t *toke
     };
     constexpr uint32_t kAtOnce = device::kWarpSize == 1 ? 1 : 5;  // 60 in a block of 12 warps
     if (GroupCasts<uint16_t, kAtOnce, true>::is_whole(x, shape.hidden)) {
-        cast_groups<kAtOnce, true>(x, shape, to_float, ready, write);
+        cast_groups<kAtOnce, true>(x, shape, warps, to_float, ready, write);
     } else {
-        cast_groups<1, false>(x, shape, to_float, ready, write);
+        cast_groups<1, false>(x, shape, warps, to_float, ready, write);
     }
 }
 
-// The part of a row that this warp copies where the warps of a block share it.
+// The part of a row that this warp copies where the first `warps` warps of a block share it.
 struct SharedRun {
     uint64_t begin, bytes;
 
-    UCCL_EP_DEVICE static SharedRun of(uint64_t row_bytes) {
-        const uint32_t warps = device::warps_per_block();
+    UCCL_EP_DEVICE static SharedRun of(uint64_t row_bytes, uint32_t warps) {
         const uint64_t piece = align_up((row_bytes + warps - 1) / warps, 512), begin = piece * device::warp_in_block();
         return {begin, begin >= row_bytes ? 0 : row_bytes - begin < piece ? row_bytes - begin : piece};
     }
+    // All loads of the part are under way before the first is stored. The whole warp.
+    UCCL_EP_DEVICE void copy(uint8_t *to, const uint8_t *from) const {
+        device::copy_to_many([&](uint32_t) { return to + begin; }, 1, from + begin, bytes);
+    }
 };
 
-// Write a token into the messages of all its ranks. The whole block.
+// Warps of each block that write rows. The last one writes heads, which takes it as long as one row takes the others.
+UCCL_EP_DEVICE uint32_t ll_row_warps(const LowLatencyDispatchParameters &p) {
+    const uint32_t warps = device::warps_per_block();
+    return warps > 1 && p.num_tokens <= device::num_blocks() ? warps - 1 : warps;
+}
+
+// Write a token into the messages of all its ranks. The first `warps` warps of the block.
 UCCL_EP_DEVICE void ll_write_token(const LowLatencyDispatchParameters &p, const LowLatencyPlacing &placing,
-                                   uint32_t first_entry, uint32_t token) {
+                                   uint32_t warps, uint32_t first_entry, uint32_t token) {
     const Group &group = p.group;
     const LowLatencyShape &shape = p.shape;
-    const uint32_t warp = device::warp_in_block(), warps = device::warps_per_block(), topk = shape.num_topk;
+    const uint32_t warp = device::warp_in_block(), topk = shape.num_topk;
     if (shape.quantization == static_cast<uint32_t>(Quantization::kNone)) {
-        const SharedRun run = SharedRun::of(shape.row_bytes);
+        const SharedRun run = SharedRun::of(shape.row_bytes, warps);
         for (uint32_t k = 0; k < topk && run.bytes != 0; ++k) {
             if (placing.row[first_entry + k] < 0) continue;
             const LowLatencyRow to = ll_row(p, placing, first_entry + k);
             if (to.rank == group.rank && p.own_in_place != 0) continue;
-            device::copy(to.fields + run.begin, p.x + uint64_t{token} * shape.row_bytes + run.begin, run.bytes);
+            run.copy(to.fields, p.x + uint64_t{token} * shape.row_bytes);
         }
     } else {
         cast_token(
-            shape, p.x, token, [] { return true; },
+            shape, p.x, token, warps, [] { return true; },
             [&](auto store) {
                 for (uint32_t k = 0; k < topk; ++k) {
                     if (placing.row[first_entry + k] < 0) continue;
@@ -123,8 +132,9 @@ UCCL_EP_DEVICE uint32_t ll_dispatch_writers(const LowLatencyDispatchParameters &
     return wanted < blocks ? wanted : blocks;
 }
 
-// The send half. The whole grid.
-UCCL_EP_DEVICE void ll_dispatch_send(const LowLatencyDispatchParameters &p) {
+// The send half. The whole grid. Returns, alike on all threads of a block, whether it is the one that has yet to tell the
+// others what this rank has read (ll_tell).
+UCCL_EP_DEVICE bool ll_dispatch_send(const LowLatencyDispatchParameters &p) {
     const Group &group = p.group;
     const Span half(group, Activity::kSends);
     const Layout &layout = group.layout;
@@ -148,9 +158,10 @@ UCCL_EP_DEVICE void ll_dispatch_send(const LowLatencyDispatchParameters &p) {
     if (block < writers) {
         if (ok) {
             const Span step(group, Activity::kCopies);
-            if (device::warp_in_block() == device::warps_per_block() - 1) ll_place_home(p, placing, number, writers);
-            for (uint32_t token = block; token < p.num_tokens; token += blocks) {
-                ll_write_token(p, placing, token / blocks * p.shape.num_topk, token);
+            const uint32_t warp = device::warp_in_block(), row_warps = ll_row_warps(p);
+            if (warp == device::warps_per_block() - 1) ll_place_home(p, placing, number, writers);
+            for (uint32_t token = block; warp < row_warps && token < p.num_tokens; token += blocks) {
+                ll_write_token(p, placing, row_warps, token / blocks * p.shape.num_topk, token);
             }
         }
         last = ll_all_written(group, writers, ok);
@@ -161,12 +172,12 @@ UCCL_EP_DEVICE void ll_dispatch_send(const LowLatencyDispatchParameters &p) {
             return {layout.has_remote ? layout.ll_dispatch_outbox(parity, rank) : 0,
                     layout.ll_dispatch_inbox(parity, group.rank), LowLatencyRows::of(p.shape, ranks, rows).end};
         });
-        if (ll_credits_travel(group, p.masked)) ll_tell<PackedDispatch>(group);
     }
     // All threads of the block have read the count: they have met since.
     if (device::warp_in_block() == 0 && device::lane() == 0) {
         *Counters::packed(group, LowLatencyHalf::kDispatchSend, block) = number;
     }
+    return last && ll_credits_travel(group, p.masked);
 }
 
 }  // namespace uccl_ep

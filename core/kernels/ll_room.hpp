@@ -31,21 +31,21 @@ UCCL_EP_DEVICE bool ll_knows_room(const Group &group, const int32_t *masked, uin
     return ll_credits_travel(group, masked) && device::load_relaxed_system(Counters::at(group, Op::kRoom)) >= number;
 }
 
-// Tell all ranks what this one has read, where they were not told. The whole block; one block at a time does this.
+// Tell all ranks what this one has read, where they were not told. One block at a time calls this, all of it; its last
+// warp does it, since others may have rows to wait for, and a fence and a push take 4 us.
 template <class Op>
 UCCL_EP_DEVICE void ll_tell(const Group &group) {
+    if (device::warp_in_block() + 1 != device::warps_per_block()) return;
     uint64_t *told = Counters::at(group, Op::kTold);
     const uint64_t read = ll_done(group, Op::kReceived);
     if (*told >= read) return;
     const Span span(group, Activity::kGivesBack);
-    const uint32_t threads = device::warps_per_block() * device::kWarpSize;
-    const uint32_t thread = device::warp_in_block() * device::kWarpSize + device::lane();
-    for (uint32_t peer = thread; peer < group.num_ranks(); peer += threads) {
+    for (uint32_t peer = device::lane(); peer < group.num_ranks(); peer += device::kWarpSize) {
         if (peer == group.rank) continue;
         raise_signal(group, peer, group.layout.signal_index(Op::kCredit, group.rank, 0), read, Op::kSend);
     }
-    device::sync_block();  // all threads have seen what was told before
-    if (thread == 0) *told = read;
+    device::sync_warp();  // all lanes have seen what was told before
+    if (device::lane() == 0) *told = read;
 }
 
 // The same at the end of a receive half, where credits do not travel otherwise. The whole block, the last one.

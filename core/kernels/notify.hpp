@@ -57,7 +57,7 @@ UCCL_EP_DEVICE bool notify_receive(const NotifyParameters &p, uint32_t source, i
     const uint32_t channels = group.layout.num_channels;
     const uint32_t local_experts = p.shape.num_experts / group.num_ranks();
     StreamReceiver receiver(group, direct_from(group, source, 0), Phase::kNotify);
-    const uint8_t *slot = receiver.acquire(OperationKind::kNotify, {0, 0, 0, 0}, source);
+    const uint8_t *slot = receiver.acquire(OperationKind::kNotify, {0, 0, 0, 0});
     bool ok = slot != nullptr;
     if (ok) {
         const auto *words = reinterpret_cast<const int32_t *>(slot + sizeof(MessageHeader));

@@ -7,10 +7,14 @@
 
 namespace uccl_ep {
 
-// A receiver for each other rank, a sender for each of the domain and for each other domain, a forwarder for each other
-// domain, and last one for the rows that stay.
+// One for each other rank but those at my own place in their domains: their rows are taken where they come in, by a
+// forwarder.
+UCCL_EP_DEVICE uint32_t dispatch_receivers(const Layout &layout) { return layout.num_ranks - layout.num_domains(); }
+
+// Receivers, a sender for each of the domain and for each other domain, a forwarder for each other domain, and last one
+// for the rows that stay.
 UCCL_EP_DEVICE uint32_t dispatch_roles(const Layout &layout) {
-    return (layout.num_ranks - 1) + (layout.ranks_per_domain - 1) + 2 * (layout.num_domains() - 1) + 1;
+    return dispatch_receivers(layout) + (layout.ranks_per_domain - 1) + 2 * (layout.num_domains() - 1) + 1;
 }
 
 // One that sums, and a sender for each other rank.

@@ -71,23 +71,12 @@ struct Team {
     UCCL_EP_DEVICE uint32_t first_warp() const { return device::warp_in_block() - index; }
 };
 
-// Calls `store(item, load(item))` for items [0, count), shared out among the threads of the team. A thread has the loads of
-// two items under way together, since it waits for memory, some 0.7 us, before it stores what they brought.
-template <class Load, class Store>
-UCCL_EP_DEVICE void share_out(Team team, uint32_t count, Load load, Store store) {
-    constexpr uint32_t kAtOnce = 2;
+// Calls `visit(item)` for items [0, count), shared out among the threads of the team. One at a time: with the loads of two
+// under way together high throughput was 2 to 3 % slower (docs/performance.md), since copies of rows are what it waits for.
+template <class Visit>
+UCCL_EP_DEVICE void share_out(Team team, uint32_t count, Visit visit) {
     const uint32_t threads = team.threads();
-    for (uint32_t first = team.thread(); first < count; first += kAtOnce * threads) {
-        decltype(load(first)) loaded[kAtOnce] = {};
-        UCCL_EP_UNROLL
-        for (uint32_t i = 0; i < kAtOnce; ++i) {
-            if (first + i * threads < count) loaded[i] = load(first + i * threads);
-        }
-        UCCL_EP_UNROLL
-        for (uint32_t i = 0; i < kAtOnce; ++i) {
-            if (first + i * threads < count) store(first + i * threads, loaded[i]);
-        }
-    }
+    for (uint32_t item = team.thread(); item < count; item += threads) visit(item);
 }
 
 // Both ends of a stream, in window offsets and signal indices; computed by the functions below.
@@ -312,15 +301,13 @@ class StreamReceiver {
         team_.sync();
     }
 
-    // The next filled slot, its header checked against what this operation expects; null on failure. `source`: whose
-    // rows they are; where this rank itself hands them on, that one is at fault when they do not come.
-    // Called by the whole team.
-    UCCL_EP_DEVICE const uint8_t *acquire(OperationKind kind, const RowFormat &rows, uint32_t source) {
+    // The next filled slot, its header checked against what this operation expects; null on failure. Called by the whole
+    // team.
+    UCCL_EP_DEVICE const uint8_t *acquire(OperationKind kind, const RowFormat &rows) {
         const Span span(group_, Activity::kWaitsForRows, team_.leads(), place_.peer);
         bool ok = true;
         if (team_.leads()) {
-            const uint32_t awaited = place_.peer == group_.rank ? source : place_.peer;
-            ok = wait_signal_of(group_, place_.peer, {phase_, awaited, place_.data_signal, received_ + 1}) &&
+            ok = wait_signal(group_, {phase_, place_.peer, place_.data_signal, received_ + 1}) &&
                  check_message(group_, place_, phase_, received_, kind, rows);
         }
         return team_.all(ok) ? slot_at(group_, place_, received_) : nullptr;

@@ -50,7 +50,7 @@ class ScalarRun {
 };
 
 // A backend whose primitives know a faster form with the same bits names it, a shorter one for sums that keep
-// more rows at hand, and a short one for what is left; and UCCL_EP_DEVICE_SUM_OF_TWO(to, a, b, elements), which sums what
+// more rows at hand, a short one for what is left, and a short one that has more rows under way; and UCCL_EP_DEVICE_SUM_OF_TWO(to, a, b, elements), which sums what
 // it can of two rows of bfloat16, and returns where the rest begins.
 #ifdef UCCL_EP_DEVICE_RUN
 template <class Element>
@@ -59,6 +59,8 @@ template <class Element>
 using MiddleRun = UCCL_EP_DEVICE_MIDDLE_RUN<Element>;
 template <class Element>
 using ShortRun = UCCL_EP_DEVICE_SHORT_RUN<Element>;
+template <class Element>
+using PieceRun = UCCL_EP_DEVICE_PIECE_RUN<Element>;
 #else
 template <class Element>
 using Run = ScalarRun<Element>;
@@ -66,6 +68,8 @@ template <class Element>
 using MiddleRun = ScalarRun<Element>;
 template <class Element>
 using ShortRun = ScalarRun<Element>;
+template <class Element>
+using PieceRun = ScalarRun<Element>;
 #endif
 
 // Sum whole runs of [begin, end); returns where the first that is not whole begins.
@@ -94,15 +98,15 @@ UCCL_EP_DEVICE uint32_t sum_runs(Storage *to, uint32_t begin, uint32_t end, uint
 
 // out[i] = round(sum over terms, in order, of term j's element i) for i in [begin, end), the whole warp together.
 // `term(j)` gives the row of term j, `weight(j)` its factor where kWeighted; both are called for each run of elements,
-// so they should be cheap.
-template <class Element, bool kWeighted, class Term, class Weight>
+// so they should be cheap. By runs of the kind `WholeRun`, as far as they are whole.
+template <class Element, template <class> class WholeRun, bool kWeighted, class Term, class Weight>
 UCCL_EP_DEVICE void sum_rows(uint8_t *out, uint32_t begin, uint32_t end, uint32_t num_terms, Term term, Weight weight) {
     using Storage = typename Element::Storage;
     using Accumulator = typename Element::Accumulator;
     auto *to = reinterpret_cast<Storage *>(out);
     const auto row = [&](uint32_t j) { return reinterpret_cast<const Storage *>(term(j)); };
     const auto factor = [&](uint32_t j) { return kWeighted ? static_cast<Accumulator>(weight(j)) : Accumulator{1}; };
-    uint32_t whole = sum_runs<Run<Element>, kWeighted>(to, begin, end, num_terms, row, factor);
+    uint32_t whole = sum_runs<WholeRun<Element>, kWeighted>(to, begin, end, num_terms, row, factor);
     whole = sum_runs<ShortRun<Element>, kWeighted>(to, whole, end, num_terms, row, factor);
     for (uint32_t i = whole + device::lane(); i < end; i += device::kWarpSize) {
         Accumulator sum = 0;
@@ -114,11 +118,11 @@ UCCL_EP_DEVICE void sum_rows(uint8_t *out, uint32_t begin, uint32_t end, uint32_
     }
 }
 
-template <bool kWeighted, class Term, class Weight>
+template <bool kWeighted, template <class> class WholeRun = Run, class Term, class Weight>
 UCCL_EP_DEVICE void sum_payload(uint32_t payload_type, uint8_t *out, uint32_t begin, uint32_t end, uint32_t num_terms,
                                 Term term, Weight weight) {
     with_element(payload_type, [&](auto element) {
-        sum_rows<decltype(element), kWeighted>(out, begin, end, num_terms, term, weight);
+        sum_rows<decltype(element), WholeRun, kWeighted>(out, begin, end, num_terms, term, weight);
     });
 }
 
@@ -152,6 +156,5 @@ UCCL_EP_DEVICE constexpr uint32_t step_of(uint32_t element_bytes) {
                                 : element_bytes == 4 ? AnyRun<Float32>::kElements
                                                      : AnyRun<Float64>::kElements);
 }
-UCCL_EP_DEVICE constexpr uint32_t sum_step(uint32_t element_bytes) { return step_of<Run>(element_bytes); }
 
 }  // namespace uccl_ep

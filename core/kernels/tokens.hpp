@@ -92,20 +92,14 @@ struct TokenRun {
             if (next % team.size == team.index) visit(base + device::lowest_bit(left), next);
         }
     }
-    // Calls `store(row, i, load(token, i))` for i in [0, count) of each token, all of them shared out among the threads of
-    // the team. Not by the warp.
-    template <class Load, class Store>
-    UCCL_EP_DEVICE void for_each_of_thread(Team team, uint32_t count, Load load, Store store) const {
-        share_out(
-            team, count * device::kWarpSize,
-            [&](uint32_t item) {
-                const uint32_t lane = item / count;
-                return (mask >> lane & 1) != 0 ? load(base + lane, item % count) : decltype(load(base, 0)){};
-            },
-            [&](uint32_t item, const auto &loaded) {
-                const uint32_t lane = item / count;
-                if ((mask >> lane & 1) != 0) store(row(lane), item % count, loaded);
-            });
+    // Calls `visit(token, row, i)` for i in [0, count) of each token, all of them shared out among the threads of the
+    // team. Not by the warp.
+    template <class Visit>
+    UCCL_EP_DEVICE void for_each_of_thread(Team team, uint32_t count, Visit visit) const {
+        share_out(team, count * device::kWarpSize, [&](uint32_t item) {
+            const uint32_t lane = item / count;
+            if ((mask >> lane & 1) != 0) visit(base + lane, row(lane), item % count);
+        });
     }
 };
 

@@ -10,7 +10,8 @@ struct alignas(16) RunPiece {
     uint32_t word[4];
 };
 
-template <class Element, uint32_t kPieces>
+// `kRows`: rows that are loaded before the first is added.
+template <class Element, uint32_t kPieces, uint32_t kRows = 2>
 class VectorRun {
     using Storage = typename Element::Storage;
     using Accumulator = typename Element::Accumulator;
@@ -24,7 +25,7 @@ class VectorRun {
         for (uint32_t i = 0; i < kElements; ++i) sums_[i] = 0;
     }
 
-    static constexpr uint32_t kTerms = 2;  // rows that are loaded before the first is added
+    static constexpr uint32_t kTerms = kRows;
     // As the words that were loaded: a register for each element would be two or four times as many.
     struct Loaded {
         RunPiece piece[kPieces];
@@ -155,5 +156,7 @@ template <class Element>
 using MiddleRun = VectorRun<Element, 3>;  // 12 warps take a row of 7168 in one go
 template <class Element>
 using ShortRun = VectorRun<Element, 1>;
+template <class Element>
+using PieceRun = VectorRun<Element, 1, 4>;  // of rows beyond a bus, where a load takes as long as twenty additions
 
 }  // namespace uccl_ep::device

@@ -169,14 +169,9 @@ UCCL_EP_DEVICE const uint64_t *signal_address(const Group &group, uint32_t raise
                : reinterpret_cast<const uint64_t *>(group.control + group.layout.signal_offset(signal));
 }
 
-// Wait for a signal that `raiser` raises for me, in which `awaited.peer` is at fault if it does not come; one thread.
-UCCL_EP_DEVICE bool wait_signal_of(const Group &group, uint32_t raiser, const Awaited &awaited) {
-    return wait_at_least(group, awaited, signal_address(group, raiser, awaited.signal));
-}
-
 // Wait for a signal that `awaited.peer` raises for me; called by one thread.
 UCCL_EP_DEVICE bool wait_signal(const Group &group, const Awaited &awaited) {
-    return wait_signal_of(group, awaited.peer, awaited);
+    return wait_at_least(group, awaited, signal_address(group, awaited.peer, awaited.signal));
 }
 
 // The same where `masked` is given, the table of ranks that are left out: a peer that is gone or late is put into it,

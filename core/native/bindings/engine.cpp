@@ -55,10 +55,8 @@ EngineOptions options_of(const py::dict &given) {
             options.max_inflight_nic = value.cast<uint64_t>();
         } else if (name == "batch") {
             options.batch = std::max(1u, value.cast<uint32_t>());
-        } else if (name == "spins") {
-            options.spins = value.cast<uint32_t>();
-        } else if (name == "yields") {
-            options.yields = value.cast<uint32_t>();
+        } else if (name == "look_ns") {
+            options.look_ns = value.cast<uint64_t>();
         } else if (name == "crowded") {
             options.crowded = value.cast<bool>();
         } else if (name == "over_bus") {
@@ -82,7 +80,7 @@ EngineOptions options_of(const py::dict &given) {
         } else {
             throw std::invalid_argument("engine option '" + name +
                                         "' is unknown: use timeout_s, heartbeat_timeout_s, max_inflight_peer, "
-                                        "max_inflight_nic, batch, spins, yields, crowded, over_bus, pin, first_cpu, "
+                                        "max_inflight_nic, batch, look_ns, crowded, over_bus, pin, first_cpu, "
                                         "cpus, flush_function, flush_context, wake_function, wake_context or trace");
         }
     }

@@ -15,6 +15,7 @@ namespace {
 
 constexpr uint64_t kTickNs = 1'000'000;
 constexpr uint64_t kBackOffNs = 50'000;               // the longest an idle proxy looks away
+constexpr uint64_t kSpinningPasses = 200;             // empty ones, before a proxy yields between them
 constexpr uint64_t kCrowdedPasses = 4;                // empty ones, before a proxy looks away on a crowded host
 constexpr unsigned long kTimerSlackNs = 1000;         // Linux's default, 50 us, would double that time
 constexpr uint64_t kForwardAfterAbortNs = 100'000'000;  // verdicts may still leave for this long at a stop
@@ -218,30 +219,35 @@ bool Proxy::finished(uint64_t now) {
            notices_.told();
 }
 
-// Spin, then yield, then look away for at most 50 us, and that only when nothing is under way. Where threads outnumber
-// cores, looks in vain take the core from the very threads that are waited for: a few, then away whatever is under
-// way. A network moves on meanwhile, and the next look finds more at once.
-void Proxy::back_off(uint64_t empty_passes) {
+// Spin, then yield, since a software NIC may need the very core that posts to it, and where nothing was done for long
+// and nothing is under way, look away for at most 50 us. Where threads outnumber cores, looks in vain take the core from
+// the very threads that are waited for: a few, then away whatever is under way. A network moves on meanwhile, and the
+// next look finds more at once. Returns whether it looked away.
+bool Proxy::back_off(uint64_t empty_passes, uint64_t idle_ns) {
     const EngineOptions &options = shared_->options;
     const bool stopping = shared_->stop_requested.load(std::memory_order_relaxed);
-    const bool idle = empty_passes >= uint64_t{options.spins} + options.yields && outbound_.outstanding() == 0;
+    const bool idle = idle_ns >= options.look_ns && outbound_.outstanding() == 0;
     if (!stopping && (options.crowded ? empty_passes > kCrowdedPasses : idle)) {
         const timespec limit{0, static_cast<long>(kBackOffNs)};
         syscall(SYS_futex, reinterpret_cast<uint32_t *>(&shared_->wake), FUTEX_WAIT_PRIVATE, 0, &limit, nullptr, 0);
-    } else if (empty_passes < options.spins) {
+        return true;
+    }
+    if (empty_passes < kSpinningPasses) {
         cpu_pause();
     } else {
         sched_yield();
     }
+    return false;
 }
 
 void Proxy::run() {
     (void)prctl(PR_SET_TIMERSLACK, kTimerSlackNs, 0, 0, 0);
-    const uint64_t idle_passes = shared_->options.crowded ? kCrowdedPasses : shared_->options.spins;
     uint64_t empty_passes = 0;
     uint64_t since_clock = 0;
     uint64_t now = now_ns();
     uint64_t busy_since = 0;
+    uint64_t idle_since = now;
+    bool looked_away = false;
     for (;;) {
         // A stop asks whether the rings are empty, so they are looked at.
         const bool look = shared_->stop_requested.load(std::memory_order_relaxed) || !look_away_.away(now_ns);
@@ -255,11 +261,12 @@ void Proxy::run() {
             busy_since = now_ns();
         } else if (done == 0 && busy_since != 0) {
             now = now_ns();
+            idle_since = now;
             stats_.busy_ns.add(now > busy_since ? now - busy_since : 0);
             busy_since = 0;
         }
         empty_passes = done != 0 ? 0 : empty_passes + 1;
-        if (++since_clock >= 64 || empty_passes > idle_passes) {
+        if (++since_clock >= 64 || looked_away) {
             since_clock = 0;
             now = now_ns();
             if (now - last_tick_ns_ >= kTickNs) {
@@ -279,9 +286,7 @@ void Proxy::run() {
                    now_ns() >= shared_->stop_deadline_ns.load(std::memory_order_relaxed)) {
             return;
         }
-        if (done == 0) {
-            back_off(empty_passes);
-        }
+        looked_away = done == 0 && back_off(empty_passes, now - idle_since);
     }
 }
 

@@ -38,7 +38,7 @@ class Proxy {
   private:
     uint64_t poll_completions();
     bool flush();
-    void back_off(uint64_t empty_passes);
+    bool back_off(uint64_t empty_passes, uint64_t idle_ns);
     bool finished(uint64_t now);
 
     // In command_staging.cpp.

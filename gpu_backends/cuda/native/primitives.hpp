@@ -39,6 +39,7 @@
 #define UCCL_EP_DEVICE_RUN ::uccl_ep::device::LongRun
 #define UCCL_EP_DEVICE_MIDDLE_RUN ::uccl_ep::device::MiddleRun
 #define UCCL_EP_DEVICE_SHORT_RUN ::uccl_ep::device::ShortRun
+#define UCCL_EP_DEVICE_PIECE_RUN ::uccl_ep::device::PieceRun
 
 // nvcc parses this once for the CPU side, where there is no architecture and nothing is called.
 #ifndef __CUDA_ARCH__

@@ -32,6 +32,7 @@
 #define UCCL_EP_DEVICE_RUN ::uccl_ep::host::VectorRun
 #define UCCL_EP_DEVICE_MIDDLE_RUN ::uccl_ep::host::VectorRun
 #define UCCL_EP_DEVICE_SHORT_RUN ::uccl_ep::host::VectorRun
+#define UCCL_EP_DEVICE_PIECE_RUN ::uccl_ep::host::VectorRun
 #endif
 
 namespace uccl_ep::device {
