@@ -36,9 +36,9 @@ struct EngineOptions {
     uint64_t max_inflight_peer = 0;  // bytes, 0: the transport's own limit
     uint64_t max_inflight_nic = 0;   // bytes of all peers together, 0: none
     uint32_t batch = 64;             // commands popped from one ring before the next one's turn
-    // How long a proxy with nothing to do keeps looking before it backs off, where it has a core. A layer of a decoding
-    // step sends every 0.1 to 0.5 ms, and each of its messages must be found at once; behind a longer gap the 50 us of
-    // backing off are less than a twentieth of it.
+    // How long a proxy with nothing to do keeps looking before it backs off, where it has a core. A layer of a
+    // decoding step sends every 0.1 to 0.5 ms, and each of its messages must be found at once; behind a longer
+    // gap the 50 us of backing off are less than a twentieth of it.
     uint64_t look_ns = 1'000'000;
     bool crowded = false;            // more threads wait on this host than it has cores: look away soon
     bool over_bus = false;           // commands come from a device: look away from rings that were outrun
