@@ -162,7 +162,7 @@ class LowLatencyCalls(GroupBuffer):
         if async_finish and return_recv_hook:
             raise ArgumentError("async_finish and return_recv_hook exclude each other: pass one of them")
         self._require_low_latency()
-        if zero_copy and x.data_ptr() != self._low_latency.combine_buffer(handle).data_ptr():
+        if zero_copy and x.data_ptr() != self.get_next_low_latency_combine_buffer(handle).data_ptr():
             raise ArgumentError(
                 "zero_copy: write the expert outputs into get_next_low_latency_combine_buffer(handle) and pass that"
             )
@@ -177,6 +177,7 @@ class LowLatencyCalls(GroupBuffer):
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
         """Memory [L, num_ranks * max, hidden] to write expert outputs into, for ``zero_copy``."""
         self._require_low_latency()
+        self._communicator.ensure_usable()
         return self._low_latency.combine_buffer(handle)
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
@@ -205,8 +206,8 @@ class LowLatencyCalls(GroupBuffer):
         return self._low_latency.mask
 
     def _require_low_latency(self) -> None:
-        self._communicator.ensure_usable()
         if not self.low_latency_mode:
+            self._communicator.ensure_usable()  # says more of a buffer that was closed
             raise ArgumentError(
                 "this buffer has no low-latency mode: create it with low_latency_mode=True and num_rdma_bytes="
                 "Buffer.get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, "

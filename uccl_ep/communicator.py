@@ -7,6 +7,7 @@ Both public faces (`Buffer` and `ElasticBuffer`) are adapters over it; the opera
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from contextlib import suppress
 from typing import Any
@@ -32,10 +33,16 @@ class Communicator(Connection):
         """
         if count:
             self._operation += 1
-        raw = self.layout.to_bytes()
+        group = Group.from_buffer_copy(self._group_of_all_operations)
+        group.operation = self._operation
+        return group
+
+    @functools.cached_property
+    def _group_of_all_operations(self) -> Group:
+        """What the set-up settled; only the number of the operation is missing."""
         pointer_bytes = 8 * self.num_ranks
         return Group(
-            layout=LayoutStruct.from_buffer_copy(raw),
+            layout=LayoutStruct.from_buffer_copy(self.layout.to_bytes()),
             rank=self.rank,
             num_rings=self.num_rings,
             timeout_ns=int(self.general.timeout_s * 1e9),
@@ -47,7 +54,6 @@ class Communicator(Connection):
             counters=self._counters.device_pointer,
             status=self._status.device_pointer,
             own_messages=0 if self._own_messages is None else self._own_messages.device_pointer,
-            operation=self._operation,
             spans=SpanTable() if self.tracing is None else self.tracing.table(),
         )
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from uccl_ep_core import _native
@@ -21,6 +19,33 @@ END_CALLS_S = 10.0  # kernels look at the abort word every few microseconds
 def _keep_for_ever(things: object) -> None:
     """Never freed, not even when the interpreter ends: a thread that nobody can end may still use them."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(things))
+
+
+class _Use:
+    """The ``with`` of `Resources.used`. Every call enters it, so it is one object, and no generator."""
+
+    __slots__ = ("_resources",)
+
+    def __init__(self, resources: Resources) -> None:
+        self._resources = resources
+
+    def __enter__(self) -> None:
+        resources, thread = self._resources, threading.get_ident()
+        with resources._lock:
+            if resources.closed:
+                raise BufferClosedError("this buffer was destroyed: create a new one")
+            resources._users[thread] = resources._users.get(thread, 0) + 1
+
+    def __exit__(self, *error: object) -> None:
+        resources, thread = self._resources, threading.get_ident()
+        with resources._lock:
+            left = resources._users[thread] - 1
+            if left:
+                resources._users[thread] = left
+            else:
+                del resources._users[thread]
+            if resources.closed:
+                resources._ended.notify_all()
 
 
 class Resources:
@@ -38,33 +63,22 @@ class Resources:
         self.closed = False
         self.process = os.getpid()
         self._users: dict[int, int] = {}  # calls in progress by thread
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered again where a signal handler closes the buffer
+        self._ended = threading.Condition(self._lock)  # told of while `close` waits
+        self._use = _Use(self)
 
-    @contextmanager
-    def used(self) -> Iterator[None]:
+    def used(self) -> _Use:
         """While a call needs the windows: `close`, in another thread, waits for its end."""
-        thread = threading.get_ident()
-        with self._changed:
-            if self.closed:
-                raise BufferClosedError("this buffer was destroyed: create a new one")
-            self._users[thread] = self._users.get(thread, 0) + 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._users[thread] -= 1
-                if not self._users[thread]:
-                    del self._users[thread]
-                self._changed.notify_all()
+        return self._use
 
     def _end_calls(self) -> None:
         """End the calls of other threads: kernels that run would go on in memory that is gone."""
-        with self._changed:
+        with self._ended:
             self.closed = True
             others = set(self._users) - {threading.get_ident()}
             if others and self.verdicts is not None:
                 self.verdicts.report(self.rank, int(_native.Reason.CLOSED), 0)
-            if not self._changed.wait_for(lambda: not set(self._users) - {threading.get_ident()}, END_CALLS_S):
+            if not self._ended.wait_for(lambda: not set(self._users) - {threading.get_ident()}, END_CALLS_S):
                 raise EPError(f"a call of another thread did not end within {END_CALLS_S} s: its memory is kept")
 
     def close(self) -> None:

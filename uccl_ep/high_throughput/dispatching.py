@@ -90,7 +90,7 @@ class _Tokens:
         check_rows("topk_idx", topk_idx, self.x.shape[0], "x")
         if topk_weights is not None:
             topk_weights = check_topk_weights(topk_weights, topk_idx.shape, device)
-        return dataclasses.replace(self, topk_idx=topk_idx, topk_weights=topk_weights)
+        return _Tokens(self.x, self.scales, topk_idx, topk_weights)
 
     def shape(self, communicator: Communicator, num_experts: int, max_tokens: int = 0) -> DispatchShape:
         """What all ranks must agree on.
@@ -169,7 +169,7 @@ def dispatch(
     # Too many rows are an error, but the others go on with this operation: it is finished first.
     if received is None or handle.num_received > num_worst_tokens:
         received = tokens.room_for(communicator, handle.num_rows)
-    _stream(communicator, handle, shape, grid, tokens, received)
+    _stream(communicator, handle, handle.receive_source, shape, grid, tokens, received)
     if not num_worst_tokens:
         return _result(handle, tokens, received, expert_rows, expert_counts)
     if handle.num_received > num_worst_tokens:
@@ -199,13 +199,13 @@ def dispatch_cached(
     check_rows("x", tokens.x, handle.num_tokens, "the handle's dispatch")
     if topk_idx is not None and topk_weights is not None:
         topk_weights = check_topk_weights(topk_weights, topk_idx.shape, communicator.backend.torch_device)
-        tokens = dataclasses.replace(tokens, topk_idx=topk_idx, topk_weights=topk_weights)
+        tokens = _Tokens(tokens.x, tokens.scales, topk_idx, topk_weights)
     shape = tokens.shape(communicator, handle.num_experts)
     grid = dispatch_grid(communicator)
     received = tokens.room_for(communicator, handle.num_rows)
     # The kernel writes source indices again, the same ones: not into the handle, which others may be reading.
     scratch = torch.empty(handle.num_received, dtype=torch.int32, device=tokens.x.device)
-    _stream(communicator, dataclasses.replace(handle, receive_source=scratch), shape, grid, tokens, received)
+    _stream(communicator, handle, scratch, shape, grid, tokens, received)
     return _result(handle, tokens, received)
 
 
@@ -238,12 +238,13 @@ def _room_for_worst(communicator: Communicator, tokens: _Tokens, num_worst_token
 def _stream(
     communicator: Communicator,
     handle: DispatchHandle,
+    receive_source: torch.Tensor,
     shape: DispatchShape,
     grid: TeamGrid,
     tokens: _Tokens,
     received: _Tokens,
 ) -> None:
-    """Send ``tokens`` along the routes of ``handle``, and fill ``received``."""
+    """Send ``tokens`` along the routes of ``handle``, and fill ``received`` and ``receive_source``."""
     communicator.launch(
         "uccl_ep_dispatch",
         DispatchParameters(
@@ -265,7 +266,7 @@ def _stream(
             receive_scales=pointer(received.scales),
             receive_topk_idx=pointer(received.topk_idx),
             receive_topk_weights=pointer(received.topk_weights),
-            receive_source=pointer(handle.receive_source),
+            receive_source=pointer(receive_source),
             team_ends=grid.team_ends,
         ),
         num_blocks=grid.num_blocks,

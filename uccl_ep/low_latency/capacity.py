@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from operator import index
 
 from uccl_ep_core._native import kernels
 from uccl_ep_core.errors import ArgumentError
@@ -29,6 +31,24 @@ def _units(num_ranks: int, remote: bool) -> int:
     """Units of one full message in one parity: inboxes and combine rows, and their outboxes where there are any."""
     local = num_ranks + TOPK_RESERVED
     return local + num_ranks + TOPK_RESERVED * num_ranks if remote else local
+
+
+# Every call asks, and it is always the same few.
+@functools.lru_cache(maxsize=64)
+def _unit_bytes(
+    max_tokens: int,
+    row_bytes: int,
+    scale_bytes: int,
+    combine_row_bytes: int,
+    num_topk: int,
+    num_experts: int,
+    num_ranks: int,
+) -> int:
+    """Bytes of a unit that suffice for calls of this shape."""
+    message = message_bytes(max_tokens, row_bytes, scale_bytes, num_topk, num_experts, num_ranks)
+    combine = -(-max_tokens * num_topk * combine_row_bytes // TOPK_RESERVED)
+    per_rank = max_tokens * min(num_topk, num_experts // num_ranks) * combine_row_bytes + 64
+    return max(_align(message), _align(combine), _align(-(-per_rank // TOPK_RESERVED)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +85,9 @@ class LowLatencyCapacity:
         self, max_tokens: int, row_bytes: int, scale_bytes: int, combine_row_bytes: int, num_topk: int, num_experts: int
     ) -> None:
         """Raise `ArgumentError` with the size that would do, where a call does not fit."""
-        message = message_bytes(max_tokens, row_bytes, scale_bytes, num_topk, num_experts, self.num_ranks)
-        combine = -(-max_tokens * num_topk * combine_row_bytes // TOPK_RESERVED)
-        per_rank = max_tokens * min(num_topk, num_experts // self.num_ranks) * combine_row_bytes + 64
-        unit = max(_align(message), _align(combine), _align(-(-per_rank // TOPK_RESERVED)))
+        unit = _unit_bytes(
+            index(max_tokens), row_bytes, scale_bytes, combine_row_bytes, num_topk, num_experts, self.num_ranks
+        )
         if unit > self.dispatch_bytes:
             needed = 2 * _units(self.num_ranks, True) * unit
             have = 2 * _units(self.num_ranks, True) * self.dispatch_bytes

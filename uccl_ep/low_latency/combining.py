@@ -98,6 +98,7 @@ def combine_parameters(
         mask: int32 [num_ranks], 1: left out; or None.
         own_in_place: rows of this rank are summed from x, which the caller cannot change before the receive half.
     """
+    memory = state.memory
     return LowLatencyCombineParameters(
         group=group,
         shape=LowLatencyShape(
@@ -109,20 +110,20 @@ def combine_parameters(
             payload_type=state.shape.payload_type,
         ),
         x=pointer(returning.x),
-        begin=pointer(state.begin),
-        count=pointer(state.count),
-        combine_base=pointer(state.combine_base),
-        rows_before=pointer(state.rows_before),
-        rows_home=pointer(state.rows_home),
+        begin=memory.begin,
+        count=memory.count,
+        combine_base=memory.combine_base,
+        rows_before=memory.rows_before,
+        rows_home=memory.rows_home,
         topk_idx=pointer(state.topk_idx),
         topk_weights=pointer(returning.topk_weights),
-        combine_row=pointer(state.combine_row),
-        own_row=pointer(state.own_row),
+        combine_row=memory.combine_row,
+        own_row=memory.own_row,
         num_tokens=state.num_tokens,
         index_bytes=state.topk_idx.element_size(),
         masked=pointer(mask),
         own_in_place=int(own_in_place),
         out=pointer(returning.out),
         wait_cost=pointer(returning.wait_cost),
-        picks=pointer(state.picks),
+        picks=memory.picks,
     )

@@ -25,7 +25,7 @@ from ..tensors import (
     pointer,
 )
 from .path import DIRECT
-from .results import HandleState, Results
+from .results import HandleState, KernelMemory, Results
 
 QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -148,13 +148,9 @@ def new_state(
     """What combine will need, most of it still to be filled in by the kernel."""
     num_tokens, num_topk = outgoing.topk_idx.shape
     local_experts = outgoing.shape.num_experts // num_ranks
-    pairs = local_experts * num_ranks
-    begin, count, rows_before, combine_base, rows_home = torch.split(
-        backend.empty((3 * pairs + 2 * num_ranks,), torch.int32), [pairs, pairs, pairs, num_ranks, num_ranks]
-    )
-    picks = None
-    if path == DIRECT:
-        picks = backend.empty((num_ranks, outgoing.shape.max_tokens, num_topk + 1), torch.int32)
+    pairs, own = local_experts * num_ranks, num_tokens * num_topk
+    picks = num_ranks * outgoing.shape.max_tokens * (num_topk + 1) if path == DIRECT else 0
+    places = KernelMemory.of(backend, (own, own, pairs, pairs, num_ranks, pairs, num_ranks, picks))
     return HandleState(
         owner=weakref.ref(owner),
         generation=generation,
@@ -162,17 +158,10 @@ def new_state(
         dtype=outgoing.x.dtype,
         num_tokens=num_tokens,
         topk_idx=outgoing.topk_idx.clone(),
-        combine_row=backend.empty((num_tokens, num_topk), torch.int32),
-        own_row=backend.empty((num_tokens, num_topk), torch.int32),
         source_index=incoming.source_index,
-        begin=begin,
-        count=count,
-        combine_base=combine_base,
-        rows_before=rows_before,
-        rows_home=rows_home,
+        memory=places,
         layout_range=backend.empty((local_experts, num_ranks), torch.int64),
         path=path,
-        picks=picks,
     )
 
 
@@ -192,6 +181,7 @@ def dispatch_parameters(
         num_chunks: runs of tokens that the warps of a block place, from `dispatch_grid`.
         own_in_place: rows for this rank are read from x, which the caller cannot change before the receive half.
     """
+    memory = state.memory
     return LowLatencyDispatchParameters(
         group=group,
         shape=outgoing.shape,
@@ -199,22 +189,22 @@ def dispatch_parameters(
         topk_idx=pointer(state.topk_idx),
         num_tokens=state.num_tokens,
         index_bytes=state.topk_idx.element_size(),
-        combine_row=pointer(state.combine_row),
-        own_row=pointer(state.own_row),
+        combine_row=memory.combine_row,
+        own_row=memory.own_row,
         masked=pointer(mask),
         own_in_place=int(own_in_place and not outgoing.shape.quantization),
         num_chunks=num_chunks,
         receive_x=pointer(incoming.x),
         receive_scales=pointer(incoming.scales),
         source_index=pointer(incoming.source_index),
-        begin=pointer(state.begin),
-        count=pointer(state.count),
+        begin=memory.begin,
+        count=memory.count,
         receive_count=pointer(incoming.count),
-        combine_base=pointer(state.combine_base),
-        rows_before=pointer(state.rows_before),
-        rows_home=pointer(state.rows_home),
+        combine_base=memory.combine_base,
+        rows_before=memory.rows_before,
+        rows_home=memory.rows_home,
         layout_range=pointer(state.layout_range),
         statistics=pointer(outgoing.statistics),
         wait_cost=pointer(outgoing.wait_cost),
-        picks=pointer(state.picks),
+        picks=memory.picks,
     )

@@ -14,7 +14,7 @@ from ..communicator import Communicator
 from .combining import Returning, combine_parameters
 from .dispatching import Incoming, Outgoing, dispatch_parameters, new_state
 from .grid import dispatch_grid
-from .path import DIRECT, PACKED, DirectPath, choose
+from .path import DIRECT, PACKED, DirectPath, Paths
 from .receive_halves import ReceiveHalves
 from .results import LIVE_RESULTS, HandleState, LowLatencyHandle, Results
 
@@ -33,6 +33,7 @@ class LowLatency:
         self._results = (Results(), Results())
         self._combine_buffers = (Results(), Results())
         self._receive_halves = ReceiveHalves(communicator)
+        self._choices = Paths(communicator)
         self._paths: dict[str, str] = {}  # last taken, by kind of operation
         self._captured: str | None = None  # the path of the graphs that were captured: all calls keep to it
         self.mask: torch.Tensor | None = None
@@ -76,12 +77,12 @@ class LowLatency:
         num_tokens, num_topk = outgoing.topk_idx.shape
         direct = None
         if self._captured != PACKED:
-            direct = choose(communicator, outgoing.shape, masked=self.mask is not None)
+            direct = self._choices.of(outgoing.shape, masked=self.mask is not None)
         if direct is None:
             self._refuse_beside_graphs(PACKED)
         if direct is not None:
             path, kernel, num_chunks = DIRECT, "uccl_ep_ll_direct_dispatch", 0
-            grid, send_bytes = direct.grid, direct.placing_bytes()
+            grid, send_bytes = direct.grid, direct.placing_bytes
             receive_bytes = send_bytes
         else:
             path, kernel = PACKED, "uccl_ep_ll_dispatch"
@@ -158,7 +159,7 @@ class LowLatency:
         parameters = combine_parameters(communicator.group_struct(), returning, state, self.mask, own_in_place=at_once)
         if state.path == DIRECT:
             direct = DirectPath(communicator, state.shape)
-            grid, receive_bytes = direct.grid, direct.terms_bytes()
+            grid, receive_bytes = direct.grid, direct.terms_bytes
             send_bytes, kernel = receive_bytes, "uccl_ep_ll_direct_combine"
         else:
             grid, send_bytes, kernel = communicator.low_latency_grid(), 0, "uccl_ep_ll_combine"

@@ -16,21 +16,19 @@ MOST_DIRECT_EXPERTS = 32767
 
 
 class DirectPath:
-    """Sizes of direct kernels of one shape, and whether that path can be taken."""
+    """Sizes of direct kernels of one shape, and whether that path can be taken.
+
+    Attributes:
+        placing_bytes: shared memory of a dispatch.
+        terms_bytes: shared memory of a combine.
+    """
 
     def __init__(self, communicator: Communicator, shape: LowLatencyShape) -> None:
         self._communicator, self._shape = communicator, shape
         self.grid = {**communicator.low_latency_grid(), "num_blocks": communicator.direct_blocks}
-
-    def placing_bytes(self) -> int:
-        """Shared memory of a dispatch."""
-        shape = self._shape
-        ranks, warps = self._communicator.num_ranks, self.grid["warps"]
-        return int(kernels.direct_placing_bytes(ranks, warps, shape.num_topk, shape.max_tokens))
-
-    def terms_bytes(self) -> int:
-        """Shared memory of a combine."""
-        return int(kernels.low_latency_terms_bytes(self.grid["warps"], self._shape.num_topk))
+        ranks, warps = communicator.num_ranks, self.grid["warps"]
+        self.placing_bytes = int(kernels.direct_placing_bytes(ranks, warps, shape.num_topk, shape.max_tokens))
+        self.terms_bytes = int(kernels.low_latency_terms_bytes(warps, shape.num_topk))
 
     def hindrance(self, masked: bool) -> str | None:
         """Why rows of this shape cannot go directly; None where they can. Equal on all ranks.
@@ -43,7 +41,7 @@ class DirectPath:
         picks = ranks * shape.max_tokens * shape.num_topk
         accumulator_bytes = 8 if shape.payload_type == PayloadType.FLOAT64 else 4
         sums = kernels.direct_combine_bytes(ranks, shape.max_tokens, shape.hidden, accumulator_bytes, shape.num_topk)
-        shared = max(self.placing_bytes(), self.terms_bytes())
+        shared = max(self.placing_bytes, self.terms_bytes)
         # The inboxes of a dispatch need no look: rows take no more than the full packed message that
         # `LowLatencyCapacity.require` has let in.
         if communicator.layout.has_remote:
@@ -59,6 +57,26 @@ class DirectPath:
         if shared > backend.limits.max_shared_bytes:
             return f"a block needs {shared} bytes of shared memory, and has {backend.limits.max_shared_bytes}"
         return None
+
+
+_MOST_KNOWN = 64  # shapes; a program has a few
+
+
+class Paths:
+    """The paths of the shapes that were dispatched, each chosen once: a buffer never changes its answer."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._known: dict[tuple[bytes, bool], DirectPath | None] = {}
+
+    def of(self, shape: LowLatencyShape, masked: bool) -> DirectPath | None:
+        """As `choose`."""
+        key = bytes(shape), masked
+        if key not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = choose(self._communicator, shape, masked)
+        return self._known[key]
 
 
 def choose(communicator: Communicator, shape: LowLatencyShape, masked: bool) -> DirectPath | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,12 +41,44 @@ class LowLatencyHandle(tuple[Any, ...]):
         return handle
 
 
+_PART_ALIGNMENT = 32  # elements: 128 bytes
+
+
+class KernelMemory(NamedTuple):
+    """What a dispatch writes for its combine and no caller sees: one allocation, and the addresses of its parts.
+
+    Parts are int32, named as in LowLatencyDispatchParameters of core/kernels/parameters.hpp; the address of one without
+    elements is 0.
+    """
+
+    tensor: torch.Tensor
+    combine_row: int
+    own_row: int
+    begin: int
+    count: int
+    combine_base: int
+    rows_before: int
+    rows_home: int
+    picks: int
+
+    @classmethod
+    def of(cls, backend: GpuBackend, sizes: tuple[int, ...]) -> KernelMemory:
+        """Memory for parts of as many elements, in the order of the attributes."""
+        padded = [-(-size // _PART_ALIGNMENT) * _PART_ALIGNMENT for size in sizes]
+        tensor = backend.empty((sum(padded),), torch.int32)
+        address, addresses = tensor.data_ptr(), []
+        for size, room in zip(sizes, padded, strict=True):
+            addresses.append(address if size else 0)
+            address += 4 * room
+        return cls(tensor, *addresses)
+
+
 @dataclasses.dataclass(eq=False)
 class HandleState:
     """What combine needs of a dispatch; tensors as in LowLatencyDispatchParameters of core/kernels/parameters.hpp.
 
     Attributes:
-        path: how its rows travelled, and those of the combine will; `picks` are of the direct path alone.
+        path: how its rows travelled, and those of the combine will.
     """
 
     owner: weakref.ref[Any]
@@ -55,17 +87,10 @@ class HandleState:
     dtype: torch.dtype
     num_tokens: int
     topk_idx: torch.Tensor
-    combine_row: torch.Tensor
-    own_row: torch.Tensor
     source_index: torch.Tensor
-    begin: torch.Tensor
-    count: torch.Tensor
-    combine_base: torch.Tensor
-    rows_before: torch.Tensor
-    rows_home: torch.Tensor
+    memory: KernelMemory
     layout_range: torch.Tensor
     path: str
-    picks: torch.Tensor | None
 
     def rows_shape(self, num_ranks: int) -> tuple[int, int, int]:
         """[local experts, num_ranks * max_tokens, hidden]: rows as they were received, and as combine takes them."""

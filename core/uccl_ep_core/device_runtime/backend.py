@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import ctypes
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -113,8 +114,8 @@ class RuntimeBackend(VendorDevices, GpuBackend, abc.ABC):
     def torch_device(self) -> torch.device:
         return self._torch.device
 
-    @property
-    def limits(self) -> KernelLimits:
+    @functools.cached_property
+    def limits(self) -> KernelLimits:  # type: ignore[override]
         warps = self.facts.max_threads_per_block // self.facts.warp_size
         shared_bytes = self.facts.max_shared_bytes - self.facts.staging_bytes
         if self._traced:

@@ -37,6 +37,8 @@ HOST_REGISTER_MAPPED = 2
 RANGE_HANDLE_DMA_BUF_FD = 1
 CAPTURE_MODE_RELAXED = 2
 
+_OnePointer = c_void_p * 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Names:
@@ -232,7 +234,7 @@ class CommonDriver(Driver):
     ) -> None:
         # The driver copies the parameters before it returns.
         buffer = ctypes.create_string_buffer(parameters, len(parameters))
-        pointers = (c_void_p * 1)(ctypes.addressof(buffer))
+        pointers = _OnePointer(ctypes.addressof(buffer))
         shape = (blocks, 1, 1, threads, 1, 1, shared_bytes, stream)
         if cooperative:
             self._call(self.names.launch_cooperative, function, *shape, pointers)

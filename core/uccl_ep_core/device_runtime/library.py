@@ -30,7 +30,6 @@ class Library:
         self, candidates: Sequence[str], prototypes: Mapping[str, Prototype], optional: Iterable[str] = ()
     ) -> None:
         self.path, self._library = _open_first(candidates)
-        self._functions: dict[str, Any] = {}
         missing = []
         for name, argument_types in prototypes.items():
             try:
@@ -41,19 +40,16 @@ class Library:
                 continue
             function.argtypes = list(argument_types)
             function.restype = ctypes.c_int
-            self._functions[name] = function
+            setattr(self, name, function)  # found without a call of `__getattr__`
         if missing:
             raise LibraryNotFoundError(f"{self.path} is too old: it lacks {', '.join(missing)}")
 
     def has(self, name: str) -> bool:
         """Whether this release has an optional function."""
-        return name in self._functions
+        return name in self.__dict__
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["_functions"][name]
-        except KeyError:
-            raise LibraryNotFoundError(f"{self.__dict__.get('path', 'the library')} has no function {name}") from None
+        raise LibraryNotFoundError(f"{self.__dict__.get('path', 'the library')} has no function {name}")
 
 
 def _open_first(candidates: Sequence[str]) -> tuple[str, ctypes.CDLL]:

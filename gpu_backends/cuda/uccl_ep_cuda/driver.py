@@ -76,13 +76,15 @@ class CudaDriver(CommonDriver):
         with self.active(ordinal):
             self._utility_streams[ordinal] = self.create_stream()
 
-    @contextlib.contextmanager
-    def active(self, ordinal: int) -> Iterator[None]:
+    def active(self, ordinal: int) -> contextlib.AbstractContextManager[None]:
         wanted = self._contexts[ordinal]
-        if self._handle("cuCtxGetCurrent") == wanted:
-            yield
-            return
-        self._call("cuCtxPushCurrent_v2", wanted)
+        if self._handle("cuCtxGetCurrent") == wanted:  # as in nearly every call: torch has made it current
+            return contextlib.nullcontext()
+        return self._pushed(wanted)
+
+    @contextlib.contextmanager
+    def _pushed(self, context: int) -> Iterator[None]:
+        self._call("cuCtxPushCurrent_v2", context)
         try:
             yield
         finally:

@@ -88,17 +88,19 @@ class HipDriver(CommonDriver):
             self._architectures[ordinal] = self.facts(ordinal).architecture
             self._utility_streams[ordinal] = self.create_stream()
 
-    @contextlib.contextmanager
-    def active(self, ordinal: int) -> Iterator[None]:
+    def active(self, ordinal: int) -> contextlib.AbstractContextManager[None]:
         current = self._current()
-        if current == ordinal:
-            yield
-            return
+        if current == ordinal:  # as in nearly every call: torch has made it current
+            return contextlib.nullcontext()
+        return self._changed(current, ordinal)
+
+    @contextlib.contextmanager
+    def _changed(self, before: int, ordinal: int) -> Iterator[None]:
         self._call("hipSetDevice", ordinal)
         try:
             yield
         finally:
-            self._call("hipSetDevice", current)
+            self._call("hipSetDevice", before)
 
     def _current(self) -> int:
         return self._number("hipGetDevice")
