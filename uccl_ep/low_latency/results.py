@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -44,7 +44,8 @@ class LowLatencyHandle(tuple[Any, ...]):
 _PART_ALIGNMENT = 32  # elements: 128 bytes
 
 
-class KernelMemory(NamedTuple):
+@dataclasses.dataclass(eq=False, slots=True)
+class KernelMemory:
     """What a dispatch writes for its combine and no caller sees: one allocation, and the addresses of its parts.
 
     Parts are int32, named as in LowLatencyDispatchParameters of core/kernels/parameters.hpp; the address of one without

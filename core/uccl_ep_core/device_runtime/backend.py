@@ -115,7 +115,7 @@ class RuntimeBackend(VendorDevices, GpuBackend, abc.ABC):
         return self._torch.device
 
     @functools.cached_property
-    def limits(self) -> KernelLimits:  # type: ignore[override]
+    def limits(self) -> KernelLimits:
         warps = self.facts.max_threads_per_block // self.facts.warp_size
         shared_bytes = self.facts.max_shared_bytes - self.facts.staging_bytes
         if self._traced:
