@@ -146,6 +146,35 @@ def test_counts_beyond_a_slot(pool: RankPool, domain: int) -> None:
 # ---- ranks that disagree ----
 
 
+def rail_disagreement(ctx: Context, mine: int) -> str:
+    """By rank 0's handle its one token goes to rank 2, by the others' to rank 3; or the other way round.
+
+    Either way rank 2, its rail peer, gets one row: only what it does with the row differs.
+    """
+    buffer = ctx.new_buffer()
+    num = 1 if ctx.rank == 0 else 0
+    handles = [dispatch(buffer, torch.full((num, 1), expert), 2 * ctx.num_ranks)[4] for expert in (4, 6)]
+    handle = handles[mine if ctx.rank == 0 else 1 - mine]
+
+    ctx.barrier()  # or a rank hears of it in the dispatch that makes its handle
+
+    def until_told() -> None:
+        end = time.monotonic() + 10  # a rank that waits for nobody hears of it some calls later
+        while time.monotonic() < end:
+            buffer.dispatch(torch.ones(num, HIDDEN), handle=handle)
+
+    text = refused(PeerFailure, until_told)
+    buffer.destroy()
+    ctx.barrier()
+    return text
+
+
+@pytest.mark.parametrize("mine", [0, 1])
+def test_ranks_disagree_where_a_rail_peers_row_goes(pool: RankPool, mine: int) -> None:
+    texts = pool.run(rail_disagreement, ranks=4, domain=2, options=SHORT, arguments={"mine": mine})
+    assert all("mismatch" in text for text in texts), texts
+
+
 def disagreement(ctx: Context, about: str) -> str:
     """Messages whose rows are as long but mean something else: never taken for what this rank expects."""
     buffer, mine = ctx.new_buffer(), ctx.rank == 0

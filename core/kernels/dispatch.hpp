@@ -362,6 +362,10 @@ UCCL_EP_DEVICE bool dispatch_forward(const DispatchParameters &p, Team team, uin
         taken += rail.rows();
         if (ok) ok = receiver.release();
     }
+    if (ok && taken_here != total_here) {  // of another handle: rows of the output would stay as they were
+        receiver.refuse(source, taken_here, total_here, OperationKind::kDispatch);
+        ok = false;
+    }
     receiver.finish();
     return ok;
 }

@@ -8,7 +8,7 @@
 //
 // A send that does not find it (the first ones; two sends before a receive; a second combine of one dispatch) looks,
 // and before that tells the others what it has read itself, by signals: a rank that waits for that may be what this one
-// waits for. Other sends tell it behind their messages, so that signals, of which the counted plan wants every number,
+// waits for. Other sends tell it beside their messages, so that signals, of which the counted plan wants every number,
 // never fall far behind. models/low_latency.pml is this protocol.
 //
 // Where ranks can be left out (`masked`), or there is no transport, credits are raised at the end of the receive half,

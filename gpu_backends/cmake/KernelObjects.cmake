@@ -2,6 +2,7 @@
 # and the backend compiles at first use. An editable install skips it, since its sources change.
 set(UCCL_EP_KERNEL_OBJECTS "AUTO" CACHE STRING "Compile kernel objects into the package: AUTO, ON or OFF")
 
+# Further arguments: the architectures to compile for, where they are not all that the backend lists.
 function(uccl_ep_kernel_objects package folder)
   if(NOT SKBUILD OR UCCL_EP_KERNEL_OBJECTS STREQUAL "OFF")
     return()
@@ -18,7 +19,7 @@ function(uccl_ep_kernel_objects package folder)
   add_custom_command(
     OUTPUT ${objects}/manifest.json
     COMMAND ${CMAKE_COMMAND} -E env "PYTHONPATH=${CMAKE_SOURCE_DIR}/core:${folder}" ${Python_EXECUTABLE} -m
-            uccl_ep_core.device_runtime.build_objects ${optional} ${package} ${objects}
+            uccl_ep_core.device_runtime.build_objects ${optional} ${package} ${objects} ${ARGN}
     DEPENDS ${sources}
     COMMENT "Kernel objects of ${package}"
     VERBATIM)

@@ -72,11 +72,14 @@ class Paths:
     def of(self, shape: LowLatencyShape, masked: bool) -> DirectPath | None:
         """As `choose`."""
         key = bytes(shape), masked
-        if key not in self._known:
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            self._known[key] = choose(self._communicator, shape, masked)
-        return self._known[key]
+        try:
+            return self._known[key]
+        except KeyError:
+            path = choose(self._communicator, shape, masked)
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()  # by any thread, at any time
+        self._known[key] = path
+        return path
 
 
 def choose(communicator: Communicator, shape: LowLatencyShape, masked: bool) -> DirectPath | None:

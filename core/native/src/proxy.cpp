@@ -266,7 +266,8 @@ void Proxy::run() {
             busy_since = 0;
         }
         empty_passes = done != 0 ? 0 : empty_passes + 1;
-        if (++since_clock >= 64 || looked_away) {
+        // A yield may take as long as other threads like, so each is followed by a look at the clock.
+        if (++since_clock >= 64 || looked_away || empty_passes > kSpinningPasses) {
             since_clock = 0;
             now = now_ns();
             if (now - last_tick_ns_ >= kTickNs) {
