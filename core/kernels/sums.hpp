@@ -50,8 +50,9 @@ class ScalarRun {
 };
 
 // A backend whose primitives know a faster form with the same bits names it, a shorter one for sums that keep
-// more rows at hand, a short one for what is left, and a short one that has more rows under way; and UCCL_EP_DEVICE_SUM_OF_TWO(to, a, b, elements), which sums what
-// it can of two rows of bfloat16, and returns where the rest begins.
+// more rows at hand, a short one for what is left, and a short one that has more rows under way; and
+// UCCL_EP_DEVICE_SUM_OF_TWO(to, a, b, elements), which sums what it can of two rows of bfloat16, and returns where the
+// rest begins.
 #ifdef UCCL_EP_DEVICE_RUN
 template <class Element>
 using Run = UCCL_EP_DEVICE_RUN<Element>;
