@@ -58,7 +58,8 @@ def test_profile_says_what_bounds_each_half(tmp_path: Path, bench: str) -> None:
         assert one["half"] in ("dispatch fp8", "dispatch bf16", "combine bf16") and one["lost"] == 0
         assert (one["half"] in done.stdout) and one["launches"] == 10
         steps = {row["activity"] for row in one["rows"]}
-        assert "sends / hands over" in steps and {"receives / waits for rows", "sums / waits for rows"} & steps
+        assert "sends / hands over" in steps
+        assert {f"{who} / waits for rows" for who in ("forwards", "receives", "sums")} & steps
         assert ("domains of 1" in one["case"]) == (bench == "proxied")
 
 
