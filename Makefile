@@ -14,6 +14,9 @@ PYTEST_ARGS ?=
 # Lanes of a warp for which the host backend is compiled; the tests run at each.
 HOST_LANES ?= 1;32;64
 
+# Hundreds of processes import the sources: none but the first has to compile them.
+unexport PYTHONDONTWRITEBYTECODE
+
 NATIVE_SOURCES := $(shell git ls-files -co --exclude-standard -- '*.cpp' '*.hpp' '*.c' '*.h' '*CMakeLists.txt' '*cffi*.py' 2>/dev/null \
     || find core gpu_backends transports -name '*.[ch]pp' -o -name '*.[ch]' -o -name CMakeLists.txt)
 

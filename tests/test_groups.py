@@ -61,7 +61,7 @@ def interleaved(ctx: Context, steps: int) -> None:
 
 @pytest.mark.parametrize("domain", [0, 1])
 def test_interleaved_groups(pool: RankPool, domain: int) -> None:
-    pool.run(interleaved, ranks=4, domain=domain, arguments={"steps": 15}, timeout_s=120)
+    pool.run(interleaved, ranks=4, domain=domain, arguments={"steps": 8}, timeout_s=120)
 
 
 @pytest.mark.full

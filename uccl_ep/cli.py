@@ -125,7 +125,7 @@ def _root() -> None:
 def main() -> None:
     """Entry point; an error of this library is a message and status 2, not a traceback."""
     try:
-        app()
+        app(prog_name="uccl-ep")
     except EPError as error:
         Console(stderr=True).print(f"uccl-ep: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -16,19 +20,28 @@ from uccl_ep.info import collect
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """``uccl-ep`` with none of the caller's own UCCL_EP_ variables."""
+    """``uccl-ep`` in this process, with none of the caller's own UCCL_EP_ variables."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("UCCL_EP_")} | variables
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; sys.argv[0] = 'uccl-ep'; from uccl_ep.cli import main; main()",
-        *arguments,
-    ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    status, out, error = 0, io.StringIO(), io.StringIO()
+    with (
+        mock.patch.dict(os.environ, environment, clear=True),
+        mock.patch.object(sys, "argv", ["uccl-ep", *arguments]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(error),
+    ):
+        try:
+            cli.main()
+        except SystemExit as end:
+            assert isinstance(end.code, int), end.code
+            status = end.code
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), error.getvalue())
 
 
 def test_info_for_people() -> None:
-    done = run("info")
+    """As it is installed."""
+    command = [str(Path(sys.executable).parent / "uccl-ep"), "info"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("UCCL_EP_")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr
     for words in ("GPU backend: host", "transport: shm", "ordering plan: native", "configuration in force"):
         assert words in done.stdout
@@ -125,7 +138,11 @@ def test_every_command_that_is_listed_has_help(arguments: tuple[str, ...]) -> No
 
 
 def _importable(module: str) -> bool:
-    return subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, timeout=240).returncode == 0
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
 
 
 def test_options_of_the_command_line(tmp_path: Path) -> None:
