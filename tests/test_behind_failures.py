@@ -206,7 +206,7 @@ def wild_counts(ctx: Context) -> None:
         torn = dataclasses.replace(handle, num_received=0, num_rows=0, **wild)
 
         def windows() -> list[bytes]:
-            memory = (communicator.data.memory, communicator._counters.memory)
+            memory = (communicator.windows.data.memory, communicator.windows.counters.memory)
             return [ctypes.string_at(m.pointer, min(m.nbytes, 16 << 20)) for m in memory]
 
         before = windows()

@@ -165,7 +165,7 @@ def test_a_rank_that_does_not_come_is_named(pool: RankPool) -> None:
 def no_word_is_old(ctx: Context) -> None:
     """What tells a word from an older one has few bits: all words, also those of no token, are renewed in time."""
     buffer, n = new_buffer(ctx), ctx.num_ranks
-    layout, window = buffer._communicator.layout, buffer._communicator.data.memory.pointer
+    layout, window = buffer._communicator.layout, buffer._communicator.windows.data.memory.pointer
     words = layout.direct_words()
     many_tokens = LowLatencyPair(ctx, [FEW] * n, 0, FEW, "random")
     one_token = LowLatencyPair(ctx, [1] * n, 1, 1, "random")
@@ -205,7 +205,8 @@ def failures_between_lanes(ctx: Context, combines: int) -> None:
     buffer = ctx.new_buffer()
     communicator, most, hidden = buffer._communicator, 8, 256
     stride = max(16, communicator.layout.num_ranks * communicator.layout.num_channels)
-    failed = ctypes.c_uint64.from_address(communicator._counters.device_pointer + 8 * (SINGLES * stride + ABORTED))
+    counters = communicator.windows.counters.device_pointer
+    failed = ctypes.c_uint64.from_address(counters + 8 * (SINGLES * stride + ABORTED))
     x, y = torch.ones(most, hidden, dtype=torch.bfloat16), torch.ones(4, most, hidden, dtype=torch.bfloat16)
     ids, weights = torch.arange(2 * most).view(most, 2) % 4, torch.ones(most, 2)
     out = torch.full_like(x, 7)

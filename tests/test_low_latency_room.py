@@ -19,7 +19,7 @@ HIDDEN, TOPK, TOKENS = 256, 4, 3
 def counter(buffer: Any, index: int) -> int:
     communicator = buffer._communicator
     stride = max(16, communicator.layout.num_ranks * communicator.layout.num_channels)
-    address = communicator._counters.device_pointer + 8 * (SINGLES * stride + index)
+    address = communicator.windows.counters.device_pointer + 8 * (SINGLES * stride + index)
     return ctypes.c_uint64.from_address(address).value
 
 

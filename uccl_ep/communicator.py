@@ -14,7 +14,7 @@ from typing import Any
 
 from uccl_ep_core import _native
 from uccl_ep_core.errors import ArgumentError, BufferClosedError, EPError
-from uccl_ep_core.kernel_parameters import BarrierParameters, Group, KernelStatus, LayoutStruct, SpanTable
+from uccl_ep_core.kernel_parameters import BarrierParameters, Group, LayoutStruct
 
 from .connection import Connection
 from .failures import peer_failure
@@ -40,22 +40,13 @@ class Communicator(Connection):
     @functools.cached_property
     def _group_of_all_operations(self) -> Group:
         """What the set-up settled; only the number of the operation is missing."""
-        pointer_bytes = 8 * self.num_ranks
-        return Group(
+        group = Group(
             layout=LayoutStruct.from_buffer_copy(self.layout.to_bytes()),
             rank=self.rank,
-            num_rings=self.num_rings,
             timeout_ns=int(self.general.timeout_s * 1e9),
-            data=self.data.device_pointer,
-            control=self.control.device_pointer,
-            peer_data=self._pointers.device_pointer,
-            peer_control=self._pointers.device_pointer + pointer_bytes,
-            rings=0 if self._ring_views is None else self._ring_views.device_pointer,
-            counters=self._counters.device_pointer,
-            status=self._status.device_pointer,
-            own_messages=0 if self._own_messages is None else self._own_messages.device_pointer,
-            spans=SpanTable() if self.tracing is None else self.tracing.table(),
         )
+        self.windows.fill(group)
+        return group
 
     def launch(
         self, kernel: str, parameters: ctypes.Structure, *, num_blocks: int = 1, warps: int = 1, shared_bytes: int = 0
@@ -79,7 +70,7 @@ class Communicator(Connection):
 
     def _cut_off(self) -> None:
         """Tell the group that this rank left an operation, and close the buffer."""
-        if not KernelStatus.from_address(self._status.memory.pointer).failed:  # else `check` tells what the kernel saw
+        if not self.windows.kernel_status.failed:  # else `check` tells what the kernel saw
             self.verdicts.report(self.rank, int(_native.Reason.INTERRUPTED), 0)
         with suppress(EPError):
             self.check()
@@ -113,7 +104,7 @@ class Communicator(Connection):
         """
         if not self.verdicts.aborted:
             return
-        status = KernelStatus.from_address(self._status.memory.pointer)
+        status = self.windows.kernel_status
         detail: tuple[int, ...] = ()
         if status.failed:
             mine = status.verdict
@@ -153,13 +144,13 @@ class Communicator(Connection):
     def profile(self) -> Profile:
         """See `GroupBuffer.profile`."""
         self.ensure_usable()
-        if self.tracing is None:
+        if self.windows.tracing is None:
             raise ArgumentError(
                 "kernels of this buffer record nothing: create it with the option trace_kernels = true "
                 "(UCCL_EP_TRACE_KERNELS=1)"
             )
         with self._resources.used():
-            return self.tracing.profile(self.general.timeout_s)
+            return self.windows.tracing.profile(self.general.timeout_s)
 
     def close(self) -> None:
         """Release everything; not collective, may be called twice."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import struct
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from uccl_ep_core import _native, numa, ordering
 from uccl_ep_core.config import Configuration
 from uccl_ep_core.errors import BufferClosedError, CapabilityError, EPError
-from uccl_ep_core.gpu_backend import Window
 
 from .bootstrap import Bootstrap, agree, together
 from .cores import Cores, Place
@@ -23,10 +21,10 @@ from .low_latency.capacity import LowLatencyCapacity
 from .resources import Resources
 from .team_grids import BLOCK_TEAMS, Room, Work, suitable_channels
 from .tracing import KernelTracing
+from .windows import Windows
 
 logger = logging.getLogger("uccl_ep")
 
-RINGS_PER_PROXY = 4
 MOST_LOW_LATENCY_PARTS = 8
 """Of one message: as many threads bring it to a peer, and its receiver waits for as many signals."""
 HOST_SLOT_BYTES = 128 << 10  # stays in the caches
@@ -194,27 +192,21 @@ class Connection:
         """Allocate this rank's windows and import those of its domain; returns the identity of every other rank."""
         bootstrap = self.bootstrap
         together(bootstrap, "allocating windows", lambda: self._allocate(has_remote))
-        peers = bootstrap.all_gather(
-            (
-                self.backend.export_window(self.data),
-                self.backend.export_window(self.control),
-                _native.PeerMonitor.identity(),
-            ),
-            "exchanging windows",
+        peers = bootstrap.all_gather((self.windows.handles(), _native.PeerMonitor.identity()), "exchanging windows")
+        handles = [theirs for theirs, _ in peers]
+        together(
+            bootstrap,
+            "importing windows of the scale-up domain",
+            lambda: self.windows.import_peers(self.rank, self.domain_ranks, handles),
         )
-        together(bootstrap, "importing windows of the scale-up domain", lambda: self._import(peers))
         self.verdicts = self._resources.verdicts = _native.Verdicts(
             self.rank,
             self.layout,
-            self.control.memory.pointer,
-            {
-                rank: window.memory.pointer
-                for rank, window in enumerate(self._peer_control)
-                if window is not None and rank != self.rank
-            },
+            self.windows.control.memory.pointer,
+            {rank: address for rank, address in self.windows.peer_controls().items() if rank != self.rank},
             self._shrink,
         )
-        return {rank: identity for rank, (_, _, identity) in enumerate(peers) if rank != self.rank}
+        return {rank: identity for rank, (_, identity) in enumerate(peers) if rank != self.rank}
 
     def _join_transport(self, remote: list[int]) -> None:
         addresses = self.bootstrap.all_gather(
@@ -303,78 +295,23 @@ class Connection:
             )
 
     def _allocate(self, remote: bool) -> None:
-        backend = self.backend
-        device_memory = remote and self.transport.capabilities.device_memory
-        self.staged = remote and not device_memory  # the data window lies in host memory
-        data_bytes = self.layout.data_bytes()
-        if data_bytes > _native.MAX_WINDOW_BYTES:
-            raise CapabilityError(
-                f"a data window of {data_bytes} bytes: at most {_native.MAX_WINDOW_BYTES}; use a smaller "
-                "num_rdma_bytes, slot_bytes or num_slots"
-            )
+        backend, general = self.backend, self.general
+        on_device = remote and self.transport.capabilities.device_memory
+        self.staged = remote and not on_device
         # Rings, signals and host windows on the node of the device, or of this CPU; the proxies run there too.
         facts = backend.describe() if hasattr(backend, "describe") else {}
         self.numa = numa.home(facts.get("pci_address"))
         with numa.preferring(self.numa[0] if self.numa else None):
-            self._allocate_windows(data_bytes, remote, device_memory)
-
-    def _allocate_windows(self, data_bytes: int, remote: bool, device_memory: bool) -> None:
-        backend, windows = self.backend, self._resources.windows
-        self.data = backend.allocate_data_window(data_bytes, for_transport=remote, device_memory=device_memory)
-        windows.append(self.data)
-        self.control = backend.allocate_host_window(self.layout.control_bytes())
-        windows.append(self.control)
-        self._status = backend.allocate_host_window(4096)
-        windows.append(self._status)
-        self._counters = backend.allocate_device_memory(_native.kernels.counters_bytes(self.layout))
-        windows.append(self._counters)
-        self._own_messages = None
-        if self.staged and self.layout.ll_dispatch_bytes != 0:  # what stays on the device does not cross the bus
-            self._own_messages = backend.allocate_device_memory(2 * self.layout.ll_dispatch_bytes)
-            windows.append(self._own_messages)
-        self.tracing = None
-        if self.general.trace_kernels:
-            general = self.general
-            self.tracing = KernelTracing(backend, self.rank, general.trace, general.trace_kernel_spans)
-            self._resources.tracing = self.tracing
-            windows += self.tracing.windows
-        self.channel = None
-        self.num_rings = 0
-        self._ring_views = None
-        if remote:
-            self.num_rings = self.num_proxies * RINGS_PER_PROXY
-            capacity = self.general.ring_capacity
-            rings = backend.allocate_host_window(_native.Channel.host_bytes(self.num_rings, capacity))
-            windows.append(rings)
-            state = backend.allocate_device_memory(_native.Channel.state_bytes(self.num_rings))
-            windows.append(state)
-            self.channel = _native.Channel(
-                self.num_rings, capacity, rings.memory.pointer, rings.device_pointer, state.device_pointer
-            )
-            views = self.channel.views()
-            self._ring_views = backend.allocate_device_memory(len(views))
-            windows.append(self._ring_views)
-            backend.copy_to_device(self._ring_views, views)
-
-    def _import(self, peers: list[tuple[bytes, bytes, bytes]]) -> None:
-        backend, windows = self.backend, self._resources.windows
-        self._peer_data: list[Window | None] = [None] * self.num_ranks
-        self._peer_control: list[Window | None] = [None] * self.num_ranks
-        for rank in self.domain_ranks:
-            if rank == self.rank:
-                self._peer_data[rank], self._peer_control[rank] = self.data, self.control
-                continue
-            for handle, table in ((peers[rank][0], self._peer_data), (peers[rank][1], self._peer_control)):
-                window = backend.import_window(handle)
-                windows.append(window)
-                table[rank] = window
-        pointers = [0 if window is None else window.device_pointer for window in self._peer_data + self._peer_control]
-        self._pointers = backend.allocate_device_memory(8 * len(pointers))
-        windows.append(self._pointers)
-        backend.copy_to_device(self._pointers, struct.pack(f"<{len(pointers)}Q", *pointers))
+            self.windows = Windows(backend, self._resources, self.layout, on_device=on_device)
+            if self.staged:
+                self.windows.keep_own_messages()
+            if general.trace_kernels:
+                self.windows.record(KernelTracing(backend, self.rank, general.trace, general.trace_kernel_spans))
+            if remote:
+                self.windows.open_channel(self.num_proxies, general.ring_capacity)
 
     def _register(self) -> bytes:
-        for number, window in enumerate((self.data, self.control)):
+        for number, window in enumerate((self.windows.data, self.windows.control)):
             region = self.transport.register(window.memory)
             if region != number:
                 raise CapabilityError(
@@ -392,13 +329,13 @@ class Connection:
         engine = _native.Engine(
             self.rank,
             self.layout,
-            self.data.memory.pointer,
-            self.control.memory.pointer,
+            self.windows.data.memory.pointer,
+            self.windows.control.memory.pointer,
             self.transport.native_ops,
             self.plan.name,
             self.transport.capabilities,
             remote,
-            self.channel,
+            self.windows.channel,
             self.num_proxies,
             self.verdicts,
             {

@@ -182,7 +182,7 @@ class ElasticBuffer(GroupBuffer):
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """Lanes of the transport in use: one for each proxy thread, or 1 where none is needed."""
         check_sizes(num_sms=num_sms)
-        return max(1, self._communicator.num_rings and self._communicator.num_proxies)
+        return max(1, self._communicator.windows.num_rings and self._communicator.num_proxies)
 
     @staticmethod
     def capture() -> EventHandle:

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "block_memory.hpp"
-#include "dispatch.hpp"
+#include "tokens.hpp"
 #include "sums.hpp"
 
 namespace uccl_ep {

@@ -5,6 +5,7 @@
 // The primitives come first: they define UCCL_EP_DEVICE for every header below.
 #include "barrier.hpp"
 #include "combine.hpp"
+#include "dispatch.hpp"
 #include "expand.hpp"
 #include "ll_combine.hpp"
 #include "ll_direct_combine.hpp"

@@ -8,7 +8,7 @@
 
 #include "channel.hpp"
 #include "messages.hpp"
-#include "roles.hpp"
+#include "team.hpp"
 #include "wait.hpp"
 
 namespace uccl_ep {
@@ -18,6 +18,17 @@ namespace uccl_ep {
 struct RowFormat {
     uint32_t row_bytes, scale_bytes, num_topk, dtype;
 };
+
+// One thread.
+UCCL_EP_DEVICE void write_message_header(const Group &group, uint8_t *slot, OperationKind kind, uint32_t rows,
+                                         const RowFormat &format, uint32_t source) {
+    *reinterpret_cast<MessageHeader *>(slot) = MessageHeader{group.operation,
+                                                             static_cast<uint32_t>(kind),
+                                                             rows,
+                                                             format.row_bytes,
+                                                             source,
+                                                             {format.scale_bytes, format.num_topk, format.dtype}};
+}
 
 // A message of this very call says something else of it than this rank: every rank's error names both values.
 UCCL_EP_DEVICE void fail_difference(const Group &group, Phase phase, uint32_t source, Difference what, uint64_t theirs,
@@ -40,43 +51,6 @@ UCCL_EP_DEVICE bool fail_difference(const Group &group, Phase phase, uint32_t so
         return false;
     }
     return true;
-}
-
-// The warps that work a role together: one, all of their block, or some of it, so that one team's wait leaves the
-// multiprocessor to the others. Each warp has its own copy of the team's state, and all of them make the
-// same calls; the leader alone meets the peer.
-struct Team {
-    uint32_t index = 0, size = 1;  // this warp, in warps
-
-    UCCL_EP_DEVICE static Team of(const TeamOfWarp &at) { return {device::warp_in_block() - at.first_warp, at.size}; }
-    UCCL_EP_DEVICE bool leads() const { return index == 0 && device::lane() == 0; }
-    UCCL_EP_DEVICE uint32_t thread() const { return index * device::kWarpSize + device::lane(); }
-    UCCL_EP_DEVICE uint32_t threads() const { return size * device::kWarpSize; }
-    UCCL_EP_DEVICE void sync() const {
-        if (size == 1) {
-            device::sync_warp();
-        } else {
-            device::sync_warps(first_warp(), size);
-        }
-    }
-    // Whether the first lanes of all warps say so; also a sync().
-    UCCL_EP_DEVICE bool all(bool ok) const {
-        if (size != 1) return device::sync_warps_all(first_warp(), size, ok || device::lane() != 0);
-        const uint32_t answer = device::broadcast(static_cast<uint32_t>(ok));
-        device::sync_warp();
-        return answer != 0;
-    }
-
-  private:
-    UCCL_EP_DEVICE uint32_t first_warp() const { return device::warp_in_block() - index; }
-};
-
-// Calls `visit(item)` for items [0, count), shared out among the threads of the team. One at a time: with the loads of two
-// under way together high throughput was 2 to 3 % slower (docs/performance.md), since copies of rows are what it waits for.
-template <class Visit>
-UCCL_EP_DEVICE void share_out(Team team, uint32_t count, Visit visit) {
-    const uint32_t threads = team.threads();
-    for (uint32_t item = team.thread(); item < count; item += threads) visit(item);
 }
 
 // Both ends of a stream, in window offsets and signal indices; computed by the functions below.

@@ -24,7 +24,7 @@ from ..tensors import (
     names,
     pointer,
 )
-from .path import DIRECT
+from .path import DirectPath
 from .results import HandleState, KernelMemory, Results
 
 QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
@@ -143,13 +143,13 @@ def new_state(
     incoming: Incoming,
     num_ranks: int,
     backend: GpuBackend,
-    path: str,
+    direct: DirectPath | None,
 ) -> HandleState:
     """What combine will need, most of it still to be filled in by the kernel."""
     num_tokens, num_topk = outgoing.topk_idx.shape
     local_experts = outgoing.shape.num_experts // num_ranks
     pairs, own = local_experts * num_ranks, num_tokens * num_topk
-    picks = num_ranks * outgoing.shape.max_tokens * (num_topk + 1) if path == DIRECT else 0
+    picks = num_ranks * outgoing.shape.max_tokens * (num_topk + 1) if direct else 0
     places = KernelMemory.of(backend, (own, own, pairs, pairs, num_ranks, pairs, num_ranks, picks))
     return HandleState(
         owner=weakref.ref(owner),
@@ -161,7 +161,7 @@ def new_state(
         source_index=incoming.source_index,
         memory=places,
         layout_range=backend.empty((local_experts, num_ranks), torch.int64),
-        path=path,
+        direct=direct,
     )
 
 

@@ -14,7 +14,7 @@ from ..communicator import Communicator
 from .combining import Returning, combine_parameters
 from .dispatching import Incoming, Outgoing, dispatch_parameters, new_state
 from .grid import dispatch_grid
-from .path import DIRECT, PACKED, DirectPath, Paths
+from .path import PACKED, Paths
 from .receive_halves import ReceiveHalves
 from .results import LIVE_RESULTS, HandleState, LowLatencyHandle, Results
 
@@ -78,21 +78,20 @@ class LowLatency:
         direct = None
         if self._captured != PACKED:
             direct = self._choices.of(outgoing.shape, masked=self.mask is not None)
-        if direct is None:
-            self._refuse_beside_graphs(PACKED)
         if direct is not None:
-            path, kernel, num_chunks = DIRECT, "uccl_ep_ll_direct_dispatch", 0
+            kernel, num_chunks = "uccl_ep_ll_direct_dispatch", 0
             grid, send_bytes = direct.grid, direct.placing_bytes
             receive_bytes = send_bytes
         else:
-            path, kernel = PACKED, "uccl_ep_ll_dispatch"
+            self._refuse_beside_graphs(PACKED)
+            kernel = "uccl_ep_ll_dispatch"
             grid, num_chunks, send_bytes = dispatch_grid(communicator, num_tokens, num_topk, num_experts)
             receive_bytes = kernels.low_latency_arrivals_bytes(num_experts, num_ranks, grid["warps"], num_topk)
         generation = self._generation + 1
         kept = self._results[generation % LIVE_RESULTS]
         incoming = Incoming.allocate(outgoing.shape, outgoing.x.dtype, num_ranks, kept, backend)
-        state = new_state(self, generation, outgoing, incoming, num_ranks, backend, path)
-        self._change_path("dispatch", path)
+        state = new_state(self, generation, outgoing, incoming, num_ranks, backend, direct)
+        self._change_path("dispatch", state.path)
         parameters = dispatch_parameters(
             communicator.group_struct(), outgoing, incoming, state, self.mask, num_chunks, own_in_place=at_once
         )
@@ -157,8 +156,7 @@ class LowLatency:
         self._refuse_beside_graphs(state.path)
         self._change_path("combine", state.path)
         parameters = combine_parameters(communicator.group_struct(), returning, state, self.mask, own_in_place=at_once)
-        if state.path == DIRECT:
-            direct = DirectPath(communicator, state.shape)
+        if (direct := state.direct) is not None:
             grid, receive_bytes = direct.grid, direct.terms_bytes
             send_bytes, kernel = receive_bytes, "uccl_ep_ll_direct_combine"
         else:

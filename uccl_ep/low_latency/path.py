@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from uccl_ep_core._native import kernels
 from uccl_ep_core.kernel_parameters import LowLatencyShape, PayloadType
 
@@ -15,48 +17,50 @@ MOST_DIRECT_EXPERTS = 32767
 """A block keeps picks as int16."""
 
 
+@dataclasses.dataclass(frozen=True)
 class DirectPath:
-    """Sizes of direct kernels of one shape, and whether that path can be taken.
+    """Sizes of the direct kernels of one shape.
 
     Attributes:
-        placing_bytes: shared memory of a dispatch.
-        terms_bytes: shared memory of a combine.
+        grid: of a launch.
+        placing_bytes: shared memory of a block of a dispatch.
+        terms_bytes: shared memory of a block of a combine.
     """
 
-    def __init__(self, communicator: Communicator, shape: LowLatencyShape) -> None:
-        self._communicator, self._shape = communicator, shape
-        self.grid = {**communicator.low_latency_grid(), "num_blocks": communicator.direct_blocks}
-        ranks, warps = communicator.num_ranks, self.grid["warps"]
-        self.placing_bytes = int(kernels.direct_placing_bytes(ranks, warps, shape.num_topk, shape.max_tokens))
-        self.terms_bytes = int(kernels.low_latency_terms_bytes(warps, shape.num_topk))
+    grid: dict[str, int]
+    placing_bytes: int
+    terms_bytes: int
 
-    def hindrance(self, masked: bool) -> str | None:
-        """Why rows of this shape cannot go directly; None where they can. Equal on all ranks.
+    @classmethod
+    def of(cls, communicator: Communicator, shape: LowLatencyShape) -> DirectPath:
+        grid = {**communicator.low_latency_grid(), "num_blocks": communicator.direct_blocks}
+        ranks, warps = communicator.num_ranks, grid["warps"]
+        return cls(
+            grid,
+            int(kernels.direct_placing_bytes(ranks, warps, shape.num_topk, shape.max_tokens)),
+            int(kernels.low_latency_terms_bytes(warps, shape.num_topk)),
+        )
+
+    def is_possible(self, communicator: Communicator, shape: LowLatencyShape, masked: bool) -> bool:
+        """Whether rows of this shape can go directly. Equal on all ranks.
 
         Args:
-            masked: the group goes on without ranks that are gone: all blocks must then agree on what has come.
+            masked: the group goes on without ranks that are gone (enable_shrink): all blocks of a rank must then agree
+                on what has come, and only the packed kernels do.
         """
-        communicator, shape = self._communicator, self._shape
-        ranks, backend = communicator.num_ranks, communicator.backend
-        picks = ranks * shape.max_tokens * shape.num_topk
+        ranks = communicator.num_ranks
         accumulator_bytes = 8 if shape.payload_type == PayloadType.FLOAT64 else 4
         sums = kernels.direct_combine_bytes(ranks, shape.max_tokens, shape.hidden, accumulator_bytes, shape.num_topk)
-        shared = max(self.placing_bytes, self.terms_bytes)
         # The inboxes of a dispatch need no look: rows take no more than the full packed message that
         # `LowLatencyCapacity.require` has let in.
-        if communicator.layout.has_remote:
-            return "a rank is reached through a transport"
-        if masked:
-            return "the group goes on without ranks that are gone (enable_shrink)"
-        if picks > DIRECT_PICKS:
-            return f"all ranks together have {picks} picks, more than {DIRECT_PICKS}"
-        if shape.num_experts > MOST_DIRECT_EXPERTS:
-            return f"there are {shape.num_experts} experts, more than {MOST_DIRECT_EXPERTS}"
-        if sums > communicator.capacity.combine_bytes:
-            return f"the sums that come home need {sums} bytes, and have {communicator.capacity.combine_bytes}"
-        if shared > backend.limits.max_shared_bytes:
-            return f"a block needs {shared} bytes of shared memory, and has {backend.limits.max_shared_bytes}"
-        return None
+        return (
+            not communicator.layout.has_remote
+            and not masked
+            and ranks * shape.max_tokens * shape.num_topk <= DIRECT_PICKS
+            and shape.num_experts <= MOST_DIRECT_EXPERTS
+            and sums <= communicator.capacity.combine_bytes
+            and max(self.placing_bytes, self.terms_bytes) <= communicator.backend.limits.max_shared_bytes
+        )
 
 
 _MOST_KNOWN = 64  # shapes; a program has a few
@@ -89,5 +93,5 @@ def choose(communicator: Communicator, shape: LowLatencyShape, masked: bool) -> 
         wanted = DIRECT if communicator.backend.limits.warp_size > 1 else PACKED
     if wanted == PACKED:
         return None
-    direct = DirectPath(communicator, shape)
-    return direct if direct.hindrance(masked) is None else None
+    direct = DirectPath.of(communicator, shape)
+    return direct if direct.is_possible(communicator, shape, masked) else None

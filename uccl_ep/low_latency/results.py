@@ -11,7 +11,7 @@ import torch
 from uccl_ep_core.gpu_backend import GpuBackend
 from uccl_ep_core.kernel_parameters import LowLatencyShape
 
-from .path import DIRECT
+from .path import DIRECT, PACKED, DirectPath
 
 LIVE_RESULTS = 2
 """Results that are valid at the same time: one a parity."""
@@ -79,7 +79,7 @@ class HandleState:
     """What combine needs of a dispatch; tensors as in LowLatencyDispatchParameters of core/kernels/parameters.hpp.
 
     Attributes:
-        path: how its rows travelled, and those of the combine will.
+        direct: sizes of the direct kernels, where its rows travelled so; None: they were packed. As the combine's will.
     """
 
     owner: weakref.ref[Any]
@@ -91,7 +91,12 @@ class HandleState:
     source_index: torch.Tensor
     memory: KernelMemory
     layout_range: torch.Tensor
-    path: str
+    direct: DirectPath | None
+
+    @property
+    def path(self) -> str:
+        """How its rows travelled, and those of the combine will."""
+        return PACKED if self.direct is None else DIRECT
 
     def rows_shape(self, num_ranks: int) -> tuple[int, int, int]:
         """[local experts, num_ranks * max_tokens, hidden]: rows as they were received, and as combine takes them."""

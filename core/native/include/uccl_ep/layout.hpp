@@ -8,7 +8,7 @@
 //   rail rings      [num_domains][num_channels] dispatch rows that my rail peer in domain d sends me
 //                                               to forward inside my domain
 //   forward rings   [num_ranks][num_channels]   dispatch rows of rank s of another domain, forwarded
-//                                               to me by a rank of my own domain
+//                                               to me by a rank of my own domain; none in domains of one rank
 //   outboxes        the sending side of direct and rail rings, for peers reached through a transport
 //   low-latency     [2 parities] inbox and outbox of dispatch and of combine
 //   local signals   those that ranks of my domain raise for me
@@ -160,10 +160,11 @@ struct Layout {
     UCCL_EP_DEVICE void arrange() {
         const uint64_t ring = ring_bytes() * num_channels, ranks = num_ranks;
         const uint64_t other_domains = num_domains() > 1 ? num_domains() : 0, remote = has_remote;
+        const uint64_t forwarded = num_domains() > 1 && ranks_per_domain > 1 ? num_ranks : 0;
         const bool direct = has_remote == 0 && ll_dispatch_bytes != 0;
         rail_rings = ranks * ring;
         forward_rings = rail_rings + other_domains * ring;
-        direct_outboxes = forward_rings + (other_domains != 0 ? ranks : 0) * ring;
+        direct_outboxes = forward_rings + forwarded * ring;
         rail_outboxes = direct_outboxes + remote * ranks * ring;
         ll_dispatch_inboxes = rail_outboxes + remote * num_domains() * ring;
         ll_combine_inboxes = ll_dispatch_inboxes + (2 + 2 * remote) * ranks * ll_dispatch_bytes;
