@@ -6,8 +6,8 @@
 #pragma once
 
 #include "block_memory.hpp"
-#include "tokens.hpp"
 #include "sums.hpp"
+#include "tokens.hpp"
 
 namespace uccl_ep {
 

@@ -22,19 +22,17 @@ from uccl_ep.info import collect
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """``uccl-ep`` in this process, with none of the caller's own UCCL_EP_ variables."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("UCCL_EP_")} | variables
-    status, out, error = 0, io.StringIO(), io.StringIO()
+    out, error = io.StringIO(), io.StringIO()
     with (
         mock.patch.dict(os.environ, environment, clear=True),
         mock.patch.object(sys, "argv", ["uccl-ep", *arguments]),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(error),
+        pytest.raises(SystemExit) as end,
     ):
-        try:
-            cli.main()
-        except SystemExit as end:
-            assert isinstance(end.code, int), end.code
-            status = end.code
-    return subprocess.CompletedProcess(arguments, status, out.getvalue(), error.getvalue())
+        cli.main()
+    assert isinstance(end.value.code, int), end.value.code
+    return subprocess.CompletedProcess(arguments, end.value.code, out.getvalue(), error.getvalue())
 
 
 def test_info_for_people() -> None:

@@ -34,8 +34,8 @@ class TorchDevice:
         torch.empty(1, device=self.device)
 
     def current_stream(self) -> int:
-        # What torch.cuda.current_stream() asks, without the object that it makes of the answer. Every launch asks; so does
-        # what torch.compile writes, on the builds of all vendors.
+        # What torch.cuda.current_stream() asks, without the object that it makes of the answer: every launch asks.
+        # So does the code that torch.compile writes, on the builds of all vendors.
         return torch._C._cuda_getCurrentRawStream(self.device.index)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
