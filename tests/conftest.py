@@ -81,10 +81,17 @@ def pytest_sample_items(config: pytest.Config, items: list[pytest.Item]) -> None
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[RankPool]:
+def ranks_of_session() -> Iterator[RankPool]:
     """Six rank processes, started once."""
     ranks = RankPool(6, {k: v for k, v in os.environ.items() if k.startswith("UCCL_EP_")})
     try:
         yield ranks
     finally:
         ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def pool(ranks_of_session: RankPool) -> Iterator[RankPool]:
+    """The same for all; modules that need no ranks have the cores to themselves."""
+    yield ranks_of_session
+    ranks_of_session.drop()

@@ -257,11 +257,8 @@ class RankPool:
         if not isinstance(function, str):
             function = f"{function.__module__}:{function.__qualname__}"
         topology = (ranks, domain, tuple(sorted((options or {}).items())))
-        if topology != self._topology and self._topology is not None:
-            self._send_all(range(self.size), ["drop"] * self.size)
-            failed = self._collect(range(self.size), 60)[1]
-            if failed:
-                raise self._failure("destroying the buffers of earlier cases", failed)
+        if topology != self._topology:
+            self.drop()
         self._topology = topology
         messages = [
             (function, ranks, domain, dict(options or {}), {**(arguments or {}), **(per_rank[r] if per_rank else {})})
@@ -274,6 +271,16 @@ class RankPool:
         if may_die:
             self._expect_clean_exit([r for r in range(self.size) if r not in may_die])
         return [results.get(r) for r in range(ranks)]
+
+    def drop(self) -> None:
+        """Destroys the buffers that cases share. Their idle proxies take a part of a core each."""
+        if not self._processes or self._topology is None:
+            return
+        self._topology = None
+        self._send_all(range(self.size), ["drop"] * self.size)
+        failed = self._collect(range(self.size), 60)[1]
+        if failed:
+            raise self._failure("destroying the buffers of earlier cases", failed)
 
     def _expect_clean_exit(self, survivors: list[int]) -> None:
         """Ends the processes that live on: each must destroy its buffers and exit with code 0 in time."""

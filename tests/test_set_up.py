@@ -10,17 +10,19 @@ import pytest
 
 import life_cases
 from ranks import Context, RankPool
-from uccl_ep import connection, roll_call
+from uccl_ep import roll_call
+from uccl_ep.connection import Connection
+from uccl_ep.windows import Windows
 from uccl_ep_core.errors import PeerFailure
 
 SOON_S = 5.0  # for a death of this host to be seen, on a machine that is busy; the limit is 60 s
 # What rank `who` replaces by its own end, and the stage that the others then name.
 STAGES = {
-    "_agree_on_options": "agreeing on options",
-    "_allocate": "allocating windows",
-    "_import": "importing windows of the scale-up domain",
-    "_register": "registering windows with the transport",
-    "_connect": "connecting the transport",
+    (Connection, "_agree_on_options"): "agreeing on options",
+    (Connection, "_allocate"): "allocating windows",
+    (Windows, "import_peers"): "importing windows of the scale-up domain",
+    (Connection, "_register"): "registering windows with the transport",
+    (Connection, "_connect"): "connecting the transport",
 }
 
 
@@ -28,10 +30,11 @@ def die(*_: Any) -> None:
     os.kill(os.getpid(), 9)
 
 
-def one_rank_ends(ctx: Context, who: int, step: str) -> dict[str, Any]:
+def one_rank_ends(ctx: Context, who: int, step: tuple[type, str]) -> dict[str, Any]:
     ctx.barrier()
     if ctx.rank == who:
-        setattr(connection.Connection, step, die)
+        assert hasattr(*step)
+        setattr(*step, die)
     started = time.monotonic()
     try:
         ctx.new_buffer()
@@ -41,8 +44,8 @@ def one_rank_ends(ctx: Context, who: int, step: str) -> dict[str, Any]:
     raise AssertionError("a buffer was made although a rank is gone")
 
 
-@pytest.mark.parametrize("step", STAGES)
-def test_killed_while_a_buffer_is_made(pool: RankPool, step: str) -> None:
+@pytest.mark.parametrize("step", STAGES, ids=lambda step: step[1])
+def test_killed_while_a_buffer_is_made(pool: RankPool, step: tuple[type, str]) -> None:
     reports = pool.run(
         one_rank_ends, ranks=3, domain=1, options={"UCCL_EP_TIMEOUT_S": "60"}, may_die=(1,),
         arguments={"who": 1, "step": step},
