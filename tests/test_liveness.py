@@ -33,7 +33,8 @@ def check_reports(reports: list[Any], culprit: int) -> None:
         assert report["reason"] in ("dead", "timeout", "transport"), report
         assert report["phase"] and report["phase"] in report["message"], report
         assert f"rank {culprit}" in report["message"], report
-        for count in ("expected", "seen"):
+        assert report["operation"] > 0, report
+        for count in ("operation", "expected", "seen"):
             assert str(report[count]) in report["message"], report
         assert report["after_s"] < 3 * TIMEOUT_S + 5, report
 
@@ -87,4 +88,7 @@ def test_fault_10_12_31_a_rank_that_does_not_come(pool: RankPool, ranks: int, do
         if rank != 1:
             assert report["reason"] == "timeout", report
             assert "rank 1" in report["message"] and str(report["operation"]) in report["message"], report
-            assert report["operation"] > 0 and report["elapsed_s"] >= 1.4, report
+            assert report["operation"] > 0, report
+            # On a busy machine the first whose time is up may be one that waits for a rank that waits for rank 1.
+            cut_short = f"rank {report['reporter']} still waited for it when the time of another rank was up"
+            assert report["elapsed_s"] >= 1.4 or cut_short in report["message"], report
