@@ -49,7 +49,7 @@ demo: $(VENV)/.installed  ## dispatch and combine between 4 processes, checked a
 	@$(BIN)/python -m uccl_ep.demo
 
 test: $(VENV)/.installed  ## the tests
-	@echo "running the tests: about 15 minutes on two cores"
+	@echo "running the tests: about 20 minutes on two cores"
 	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) $(TESTS)
 
 test-full: $(VENV)/.installed  ## the tests with every seed and the long runs

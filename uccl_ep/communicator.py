@@ -57,7 +57,7 @@ class Communicator(Connection):
         """
         self._calls[kernel] = self._calls.get(kernel, 0) + 1
         with self._resources.used():
-            self.windows.enter(self._operation)
+            self.verdicts.enter(self._operation)
             try:
                 self.backend.launch(
                     kernel, bytes(parameters), num_blocks=num_blocks, warps_per_block=warps, shared_bytes=shared_bytes

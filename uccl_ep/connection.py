@@ -203,7 +203,7 @@ class Connection:
             self.rank,
             self.layout,
             self.windows.control.memory.pointer,
-            {rank: address for rank, address in self.windows.peer_controls().items() if rank != self.rank},
+            self.windows.peer_controls(),
             self._shrink,
         )
         return {rank: identity for rank, (_, identity) in enumerate(peers) if rank != self.rank}
@@ -297,7 +297,7 @@ class Connection:
     def _allocate(self, remote: bool) -> None:
         backend, general = self.backend, self.general
         on_device = remote and self.transport.capabilities.device_memory
-        self.staged = remote and not on_device
+        self.staged = remote and not on_device  # the data window lies in host memory
         # Rings, signals and host windows on the node of the device, or of this CPU; the proxies run there too.
         facts = backend.describe() if hasattr(backend, "describe") else {}
         self.numa = numa.home(facts.get("pci_address"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Iterable, Sequence
 
@@ -15,8 +14,6 @@ from .resources import Resources
 from .tracing import KernelTracing
 
 RINGS_PER_PROXY = 4
-OPERATION_WORD = 24
-"""Bytes into the control window: ControlHeader.operation of core/native/include/uccl_ep/layout.hpp."""
 
 
 class Windows:
@@ -54,7 +51,6 @@ class Windows:
             backend.allocate_data_window(data_bytes, for_transport=bool(layout.has_remote), device_memory=on_device)
         )
         self.control = self._own(backend.allocate_host_window(layout.control_bytes()))
-        self._operation = ctypes.c_uint64.from_address(self.control.memory.pointer + OPERATION_WORD)
         self._status = self._own(backend.allocate_host_window(4096))
         self.counters = self._own(backend.allocate_device_memory(_native.kernels.counters_bytes(layout)))
         self.channel: _native.Channel | None = None
@@ -73,10 +69,6 @@ class Windows:
     def kernel_status(self) -> KernelStatus:
         """What a kernel says of its own failure."""
         return KernelStatus.from_address(self._status.memory.pointer)
-
-    def enter(self, operation: int) -> None:
-        """Which operation this rank is in: what it and its proxies say of a failure names it. Not after a close."""
-        self._operation.value = operation
 
     def keep_own_messages(self) -> None:
         """A rank's low-latency messages to itself stay in device memory: they need not cross the bus."""
@@ -120,9 +112,9 @@ class Windows:
         backend.copy_to_device(self._pointers, struct.pack(f"<{len(pointers)}Q", *pointers))
 
     def peer_controls(self) -> dict[int, int]:
-        """Addresses of the control windows of the ranks of my domain, by rank; my own among them."""
-        controls = self._peers[len(self._peers) // 2 :]
-        return {rank: window.memory.pointer for rank, window in enumerate(controls) if window is not None}
+        """Addresses of the control windows of the other ranks of my domain, by rank."""
+        others = [None if window is self.control else window for window in self._peers[len(self._peers) // 2 :]]
+        return {rank: window.memory.pointer for rank, window in enumerate(others) if window is not None}
 
     def fill(self, group: Group) -> None:
         """Tell kernels where all of it is."""

@@ -179,6 +179,7 @@ void bind_engine(py::module_ &module) {
              py::arg("peer_controls") = std::map<uint32_t, uint64_t>{}, py::arg("shrink") = false,
              "peer_controls: rank -> address of its control window in this process, for ranks of the domain. "
              "shrink: go on without ranks that are gone.")
+        .def("enter", &Verdicts::enter, py::arg("operation"), "Which operation this rank is in from now on.")
         .def(
             "report",
             [](Verdicts &verdicts, uint32_t culprit, uint32_t reason, uint32_t phase, uint64_t signal,

@@ -19,6 +19,9 @@ class Verdicts {
     // loaded and stored (then the engine carries verdicts through the transport).
     Verdicts(uint32_t rank, const Layout &layout, uint64_t control, std::vector<uint64_t> peer_controls);
 
+    // This rank is in that operation from now on.
+    void enter(uint64_t operation) { StdAtomics::store_release_system(&header()->operation, operation); }
+
     // Write this rank's verdict, unless it has written one before. Returns whether this one counts.
     bool report(const Verdict &verdict);
     // The same with the phase and operation that the header shows.

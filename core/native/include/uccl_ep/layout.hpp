@@ -160,7 +160,7 @@ struct Layout {
     UCCL_EP_DEVICE void arrange() {
         const uint64_t ring = ring_bytes() * num_channels, ranks = num_ranks;
         const uint64_t other_domains = num_domains() > 1 ? num_domains() : 0, remote = has_remote;
-        const uint64_t forwarded = num_domains() > 1 && ranks_per_domain > 1 ? num_ranks : 0;
+        const uint64_t forwarded = other_domains != 0 && ranks_per_domain > 1 ? ranks : 0;
         const bool direct = has_remote == 0 && ll_dispatch_bytes != 0;
         rail_rings = ranks * ring;
         forward_rings = rail_rings + other_domains * ring;
